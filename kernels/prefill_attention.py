@@ -1,0 +1,139 @@
+"""Causal attention of many new tokens over held slots and themselves, with each key's attention mass.
+
+Works through blocks of query rows: a block's logits over all the keys it may see fit the processor's cache, so one
+pass gives the softmax, the output and the column sums, and nothing of size queries x keys ever exists.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from kvcache.kernels.decode_attention import sink_share
+
+BLOCK_ELEMENTS = 1 << 20  # logits of one block: 4 MB in fp32, about half of a core's share of a last-level cache
+MIN_ROWS = 32  # fewer query rows than this make the matrix products inefficient
+
+
+def prefill_attention(
+    query: Tensor,
+    sources: Sequence[tuple[Tensor, Tensor]],
+    scaling: float,
+    *,
+    valid: Tensor | None = None,
+    voters: Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    with_mass: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention where query `i` of `n` sees all keys but the last `n - 1 - i`.
+
+    Args:
+        query: `[batch, query_heads, n, head_dim]`.
+        sources: `(keys, values)` pairs, `[batch, kv_heads, length_i, (v_)head_dim]`, read as if concatenated; the last
+            `n` keys are those of the queries' own tokens.
+        scaling, softcap, sink_logits: as in `decode_attention`.
+        valid: `[batch, kv_heads or 1, keys]` bool, False where a key is padding; None: none is.
+        voters: `[batch, n]` bool, False for queries whose probabilities do not count as mass (padding).
+        with_mass: whether to return the mass.
+
+    Returns:
+        `(output, mass)`: `[batch, n, query_heads, v_head_dim]` in the query's dtype (finite, without meaning, where a
+        query sees no valid key), and `[batch, kv_heads, keys]` fp32 (float64 for float64) or None.
+    """
+    batch, query_heads, n, _ = query.shape
+    kv_heads, v_head_dim = sources[0][0].shape[1], sources[0][1].shape[3]
+    total = sum(keys.shape[2] for keys, _ in sources)
+    accumulate = torch.promote_types(query.dtype, torch.float32)
+    output = query.new_empty(batch, n, query_heads, v_head_dim)
+    mass = torch.zeros(batch, kv_heads, total, dtype=accumulate, device=query.device) if with_mass else None
+    for row, head, heads in _head_blocks(batch, kv_heads, (query_heads // kv_heads) * min(n, MIN_ROWS) * total):
+        _attend_heads(
+            query[row].unflatten(0, (kv_heads, -1))[head : head + heads],
+            [(keys[row, head : head + heads], values[row, head : head + heads]) for keys, values in sources],
+            scaling,
+            None if valid is None else (valid[row] if valid.shape[1] == 1 else valid[row, head : head + heads]),
+            None if voters is None else voters[row],
+            softcap,
+            None if sink_logits is None else sink_logits.view(kv_heads, -1)[head : head + heads],
+            output[row].unflatten(1, (kv_heads, -1))[:, head : head + heads],
+            None if mass is None else mass[row, head : head + heads],
+        )
+    return output, mass
+
+
+def _head_blocks(batch: int, kv_heads: int, elements: int) -> Iterator[tuple[int, int, int]]:
+    """`(row, first head, heads)`: as many heads at once as keep a block of the fewest rows within its size."""
+    heads = max(1, min(kv_heads, BLOCK_ELEMENTS // max(1, elements)))
+    for row in range(batch):
+        for head in range(0, kv_heads, heads):
+            yield row, head, min(heads, kv_heads - head)
+
+
+def _attend_heads(
+    query: Tensor,  # [heads, group, n, head_dim]
+    sources: Sequence[tuple[Tensor, Tensor]],  # [heads, length_i, (v_)head_dim]
+    scaling: float,
+    valid: Tensor | None,  # [heads or 1, keys]
+    voters: Tensor | None,  # [n]
+    softcap: float | None,
+    sink_logits: Tensor | None,  # [heads, group]
+    output: Tensor,  # [n, heads, group, v_head_dim], written
+    mass: Tensor | None,  # [heads, keys], added to
+) -> None:
+    heads, group, n, _ = query.shape
+    total = sum(keys.shape[1] for keys, _ in sources)
+    rows = min(n, max(MIN_ROWS, BLOCK_ELEMENTS // (heads * group * total)))
+    later = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu_(1)
+    sources = [(keys.contiguous().mT, values.contiguous()) for keys, values in sources]
+    for start in range(0, n, rows):
+        stop = min(n, start + rows)
+        visible = total - n + stop
+        block = (query[:, :, start:stop] * scaling).flatten(1, 2)  # [heads, group * rows, head_dim]
+        logits = torch.cat([torch.bmm(block, keys[..., :width]) for keys, _, width in _visible(sources, visible)], -1)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if softcap is not None:
+            logits = logits.div_(softcap).tanh_().mul_(softcap)
+        lowest = torch.finfo(logits.dtype).min
+        own = logits.view(heads, group, stop - start, visible)[..., visible - (stop - start) :]
+        own.masked_fill_(later[: stop - start, : stop - start], lowest)
+        if valid is not None:
+            logits.masked_fill_(~valid[:, None, :visible], lowest)
+        share = None if sink_logits is None else sink_share(
+            logits, sink_logits[..., None].expand(heads, group, stop - start).flatten(1)
+        )
+        probabilities = torch.softmax(logits, dim=-1)
+        if share is not None:
+            probabilities.mul_(share)
+        mixed = _mix(probabilities.to(query.dtype), sources, visible)
+        output[start:stop] = mixed.view(heads, group, stop - start, -1).permute(2, 0, 1, 3)
+        if mass is not None:
+            mass[:, :visible] += _column_sums(probabilities, voters, start, stop, group)
+
+
+def _visible(sources: Sequence[tuple[Tensor, Tensor]], visible: int) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """Each source with how many of its keys lie below `visible`."""
+    for keys, values in sources:
+        width = min(values.shape[1], visible)
+        if width > 0:
+            yield keys, values, width
+        visible -= width
+
+
+def _mix(probabilities: Tensor, sources: Sequence[tuple[Tensor, Tensor]], visible: int) -> Tensor:
+    """Probabilities times values, source by source: `[heads, group * rows, v_head_dim]`."""
+    mixed, start = None, 0
+    for _, values, width in _visible(sources, visible):
+        part = torch.bmm(probabilities[..., start : start + width], values[:, :width])
+        mixed = part if mixed is None else mixed.add_(part)
+        start += width
+    assert mixed is not None
+    return mixed
+
+
+def _column_sums(probabilities: Tensor, voters: Tensor | None, start: int, stop: int, group: int) -> Tensor:
+    """Mass of each visible key, padding queries left out: `[heads, visible]`."""
+    if voters is None:
+        return probabilities.sum(1)
+    weights = voters[start:stop].to(probabilities.dtype).repeat(group)
+    return torch.matmul(weights, probabilities)

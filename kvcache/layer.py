@@ -1,0 +1,425 @@
+"""The slots of one layer, and everything that may happen to them."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from kvcache.budget import LayerBudget
+from kvcache.errors import StateError
+from kvcache.eviction import Eviction, plan_eviction
+from kvcache.kernels.compact import move_entries
+from kvcache.kernels.decode_attention import decode_attention
+from kvcache.kernels.prefill_attention import prefill_attention
+from kvcache.memory import allocate
+from kvcache.policies import Policy
+from kvcache.positions import Rerotation, ranks
+from kvcache.routing import ChunkLength, tag
+
+
+class AttentionCall(NamedTuple):
+    """What an attention module passes along with its queries.
+
+    scaling: factor on the logits. softcap: Gemma 2's. sink_logits: `[query_heads]`, gpt-oss'.
+    real: `[batch, n]` bool, False where a new token is padding; None: none is.
+    """
+
+    scaling: float
+    softcap: float | None = None
+    sink_logits: Tensor | None = None
+    real: Tensor | None = None
+
+
+class EvictingLayer(CacheLayerMixin):
+    """Keys and values of the tokens that stay, `[batch, kv_heads, capacity, head_dim]` allocated once.
+
+    The first `length` slots are in use. `update` only takes the new keys and values in; the layer's attention then
+    comes here (`attend`), since what stays depends on it. Eviction to the budget happens before a forward when all
+    slots are full (`EvictingCache` does it for all layers at once), and after a forward that does not fit.
+    """
+
+    is_compileable = False
+    is_croppable = False
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, index: int, budget: LayerBudget, policy: Policy) -> None:
+        super().__init__()
+        self.index = index
+        self.budget = budget
+        self.policy = policy
+        self._clear()
+
+    def _clear(self) -> None:
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        self.rotated: Tensor | None = None  # keys at their rank, where positions are in the cache
+        self.score: Tensor | None = None  # [batch, kv_heads, capacity] fp32, 0 in free slots
+        self.positions: Tensor | None = None  # int32; in free slots the position that a token there would have
+        self.rerotation: Rerotation | None = None
+        self.is_initialized = False
+        self.length = 0
+        self.seen = 0
+        self.evictions = 0
+        self.padding: tuple[int, ...] = ()  # per row: padding among the seen
+        self.empty: tuple[int, ...] = ()  # per row: slots among the `length` first that hold nothing
+        self.staged: tuple[Tensor, Tensor] | None = None  # new keys and values whose attention is still to come
+        self.hole: Tensor | None = None  # [batch * kv_heads] flat slots that the next token overwrites (margin 1)
+
+    def __repr__(self) -> str:
+        return f"EvictingLayer({self.budget}, length={self.length}, seen={self.seen})"
+
+    # ---- transformers' interface
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate all slots for keys `[batch, kv_heads, n, head_dim]` and values like these."""
+        batch, heads, _, head_dim = key_states.shape
+        shape = (batch, heads, self.budget.capacity)
+        dims = (head_dim, value_states.shape[3])
+        self.keys, self.values, self.score, self.positions = allocate(self.budget, shape, dims, key_states)
+        self.device, self.dtype, self.batch_size = key_states.device, key_states.dtype, batch
+        self.padding = self.empty = (0,) * batch
+        self.is_initialized = True
+        self._number_free_slots()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        """Take in new keys and values; the keys come back with a tag that leads their attention here.
+
+        Raises:
+            StateError: another batch size, head count, dtype or device than what is held, or keys that are not finite.
+        """
+        self.check(key_states)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.staged = (key_states, value_states)
+        return tag(key_states, self), value_states
+
+    def get_seq_length(self) -> int:
+        """Tokens seen, not slots in use: transformers slices inputs and numbers positions by it."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Ask for the new tokens' part of the mask only: what was seen before no longer lies in columns."""
+        return ChunkLength(query_length, self), self.seen
+
+    def get_max_length(self) -> int:
+        """-1: any number of tokens may be seen."""
+        return -1
+
+    def reset(self) -> None:
+        """Forget everything and release the slots."""
+        self._clear()
+
+    def crop(self, tokens: int) -> None:
+        """Refused, except for nothing to crop: evicted tokens and the votes of cropped queries cannot come back.
+
+        Args:
+            tokens: minus the tokens to remove; before transformers 5.17 the length to keep.
+
+        Raises:
+            StateError: anything would be removed.
+        """
+        if tokens == 0 or tokens >= self.seen > 0:
+            return
+        raise StateError(
+            f"crop({tokens}) after {self.seen} tokens: an evicting cache cannot take tokens back, so assisted decoding "
+            "and prompt lookup do not work with it; use DynamicCache for these, or deepcopy the cache beforehand"
+        )
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row `i` becomes what row `beam_idx[i]` was; `[batch]` int."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times, one after the other."""
+        if self.is_initialized:
+            self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows, in this order: `[rows]` int, or `[batch]` bool."""
+        if not self.is_initialized:
+            return
+        indices = torch.as_tensor(indices, device=self.device)
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().flatten()
+        with torch.inference_mode(False), torch.no_grad():
+            for name in ("keys", "values", "rotated", "score", "positions"):
+                if getattr(self, name) is not None:
+                    setattr(self, name, getattr(self, name).index_select(0, indices))
+        if len(set(self.padding)) > 1 or len(set(self.empty)) > 1:
+            rows = indices.tolist()
+            self.padding = tuple(self.padding[row] for row in rows)
+            self.empty = tuple(self.empty[row] for row in rows)
+        else:
+            self.padding, self.empty = self.padding[:1] * len(indices), self.empty[:1] * len(indices)
+        self.batch_size = len(indices)
+
+    # ---- what the tokens of a row amount to; plain numbers, known without asking the device
+
+    @property
+    def next_positions(self) -> tuple[int, ...]:
+        """Per row: real tokens seen, which is the position of the next one."""
+        return tuple(self.seen - padding for padding in self.padding)
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Per row: real tokens held, the same number in every head."""
+        return tuple(self.length - empty for empty in self.empty)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether an eviction is due before the next token."""
+        return self.length == self.budget.capacity
+
+    def state(self) -> Iterable[Tensor]:
+        """Every tensor that the layer holds on to."""
+        return [t for t in (self.keys, self.values, self.rotated, self.score, self.positions) if t is not None]
+
+    def sorted_slots(self) -> tuple[Tensor, Tensor]:
+        """`(positions, score)` of the live slots, `[batch, kv_heads, length]` int64 and fp32, by ascending position."""
+        positions, order = self.positions[:, :, : self.length].long().sort(-1)
+        return positions, self.score[:, :, : self.length].gather(-1, order)
+
+    # ---- attention
+
+    def attend(self, query: Tensor, call: AttentionCall) -> Tensor:
+        """Attention of the staged tokens' queries over the live slots and themselves; then the tokens are in.
+
+        Args:
+            query: `[batch, query_heads, n, head_dim]`, rotated by the model like the staged keys.
+
+        Returns:
+            `[batch, n, query_heads, v_head_dim]`.
+        """
+        assert self.staged is not None
+        keys, values = self.staged
+        with torch.no_grad():
+            positions = None if call.real is None else self._chunk_positions(call.real)
+            rotated = None
+            if self.rerotation is not None:
+                query, rotated = self._rotate_chunk(query, keys, positions)
+            if self.length + keys.shape[2] <= self.budget.capacity:
+                output = self._append(query, keys, values, rotated, positions, call)
+            else:
+                output = self._overflow(query, keys, values, rotated, positions, call)
+        self.staged = None
+        return output
+
+    def _append(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rotated: Tensor | None,
+        positions: Tensor | None,
+        call: AttentionCall,
+    ) -> Tensor:
+        """The new tokens fit behind the live slots (or into the hole that an eviction left)."""
+        n = keys.shape[2]
+        self._write(self.keys, keys)
+        self._write(self.values, values)
+        if rotated is not None:
+            self._write(self.rotated, rotated)
+        if positions is not None:
+            self._write(self.positions[..., None], positions[:, None, :, None].expand(*keys.shape[:3], 1))
+            self._count_padding(call.real, len(self.padding) * (0,))
+        self.hole = None
+        self.length, self.seen = self.length + n, self.seen + n
+        if positions is not None:
+            self._number_free_slots()
+        return self._attend_slots(query, call)
+
+    def _write(self, buffer: Tensor, new: Tensor) -> None:
+        if self.hole is not None:
+            buffer.view(-1, buffer.shape[3]).index_copy_(0, self.hole, new.flatten(0, 2))
+        else:
+            buffer[:, :, self.length : self.length + new.shape[2]].copy_(new)
+
+    def _attend_slots(self, query: Tensor, call: AttentionCall) -> Tensor:
+        """Attention over the live slots, the last of which are the queries' own tokens."""
+        length, n = self.length, query.shape[2]
+        keys = (self.keys if self.rotated is None else self.rotated)[:, :, :length]
+        values = self.values[:, :, :length]
+        valid = self.positions[:, :, :length] >= 0 if any(self.empty) else None
+        options = {"softcap": call.softcap, "sink_logits": call.sink_logits, "with_mass": self.policy.observes_mass}
+        if n == 1:
+            output, mass = decode_attention(query, keys, values, call.scaling, valid=valid, **options)
+            if mass is not None and call.real is not None:
+                mass = mass * call.real[:, None]
+        else:
+            output, mass = prefill_attention(
+                query, [(keys, values)], call.scaling, valid=valid, voters=call.real, **options
+            )
+        if mass is not None:
+            self.policy.observe(self.score[:, :, :length], mass)
+        return output
+
+    def _overflow(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rotated: Tensor | None,
+        positions: Tensor | None,
+        call: AttentionCall,
+    ) -> Tensor:
+        """More new tokens than slots: attend over held and new ones, then keep of both what the budget allows."""
+        batch, heads, n, _ = keys.shape
+        live = self.keys if self.rotated is None else self.rotated
+        sources = [(keys if rotated is None else rotated, values)]
+        if self.length > 0:
+            sources.insert(0, (live[:, :, : self.length], self.values[:, :, : self.length]))
+        new_positions = self._chunk_positions(None, n) if positions is None else positions
+        all_positions = torch.cat(
+            (self.positions[:, :, : self.length], new_positions[:, None].expand(batch, heads, n)), dim=-1
+        )
+        valid = all_positions >= 0 if positions is not None or any(self.empty) else None
+        output, mass = prefill_attention(
+            query,
+            sources,
+            call.scaling,
+            valid=valid,
+            voters=call.real,
+            softcap=call.softcap,
+            sink_logits=call.sink_logits,
+            with_mass=self.policy.observes_mass,
+        )
+        score = torch.nn.functional.pad(self.score[:, :, : self.length], (0, n))
+        if mass is not None:
+            self.policy.observe(score, mass)
+        self.seen += n
+        totals = self._count_padding(call.real, tuple(held + n for held in self.held))
+        self._keep_budget(score, all_positions, totals, (keys, values))
+        return output
+
+    def _keep_budget(
+        self, score: Tensor, positions: Tensor, totals: tuple[int, ...], chunk: tuple[Tensor, Tensor]
+    ) -> None:
+        """Rows that hold more than their slots go down to the budget, the others keep all."""
+        keep = [self.budget.slots if total > self.budget.capacity else total for total in totals]
+        eviction = plan_eviction(
+            score, positions, self.policy, self.budget, self.window_start(), keep, front=self.length
+        )
+        self.evictions += any(total > self.budget.capacity for total in totals)
+        self.apply(eviction, keep, chunk)
+
+    # ---- eviction
+
+    def window_start(self) -> Tensor:
+        """`[batch]` int32: the first position of each row's window."""
+        starts = [position - self.budget.window for position in self.next_positions]
+        return torch.tensor(starts, dtype=torch.int32, device=self.device)
+
+    def apply(self, eviction: Eviction, keep: Iterable[int], chunk: tuple[Tensor, Tensor] | None = None) -> None:
+        """Carry out an eviction that was planned for this layer.
+
+        Args:
+            keep: tokens that each row keeps.
+            chunk: new keys and values `[batch, kv_heads, n, (v_)head_dim]` that follow the live slots in the plan.
+        """
+        source, target, _ = eviction.moves
+        for buffer, new in zip((self.keys, self.values), chunk or (None, None), strict=True):
+            move_entries(buffer, new, self.length, source, target)
+        old, self.length = self.length, eviction.score.shape[-1]
+        self.empty = tuple(self.length - kept for kept in keep)
+        self.score[:, :, : self.length] = eviction.score
+        self.score[:, :, self.length : old] = 0
+        self.positions[:, :, : self.length] = eviction.positions
+        self._number_free_slots()
+        self._rotate_slots()
+
+    def open_hole(self, victim: Tensor) -> None:
+        """Give up slot `victim` `[batch, kv_heads]` of each head to the next token (margin 1): nothing moves."""
+        self.hole = (victim + torch.arange(victim.numel(), device=self.device).view_as(victim) * self.budget.capacity)
+        self.hole = self.hole.flatten()
+        self.length -= 1
+        heads = victim.shape[1]
+        following = torch.tensor(self.next_positions, dtype=torch.int32, device=self.device)
+        self.positions.view(-1).index_copy_(0, self.hole, following.repeat_interleave(heads))
+        self.score.view(-1).index_fill_(0, self.hole, 0)
+        self._rotate_slots()
+
+    def _number_free_slots(self) -> None:
+        """Write ahead the positions of the tokens to come, so that a decode step writes none."""
+        free = self.budget.capacity - self.length
+        following = torch.tensor(self.next_positions, dtype=torch.int32, device=self.device)
+        ahead = torch.arange(free, dtype=torch.int32, device=self.device)
+        self.positions[:, :, self.length :] = (following[:, None] + ahead)[:, None]
+
+    # ---- padding
+
+    def _chunk_positions(self, real: Tensor | None, n: int = 0) -> Tensor:
+        """`[batch, n]` int32: positions of the new tokens, -1 for padding."""
+        following = torch.tensor(self.next_positions, dtype=torch.int32, device=self.device)[:, None]
+        if real is None:
+            return following + torch.arange(n, dtype=torch.int32, device=self.device)
+        return (following + real.cumsum(1, dtype=torch.int32) - 1).masked_fill(~real, -1)
+
+    def _count_padding(self, real: Tensor | None, totals: tuple[int, ...]) -> tuple[int, ...]:
+        """Note the padding among the newest tokens; `totals` less it, per row."""
+        if real is None:
+            return totals
+        padding = (~real).sum(1).tolist()
+        self.padding = tuple(old + new for old, new in zip(self.padding, padding, strict=True))
+        self.empty = tuple(old + new for old, new in zip(self.empty, padding, strict=True))
+        return tuple(total - new for total, new in zip(totals, padding, strict=True))
+
+    # ---- positions in the cache
+
+    def use_ranks(self, rerotation: Rerotation) -> None:
+        """From now on keys sit at their rank among the kept ones."""
+        self.rerotation = rerotation
+        self._rotate_slots()
+
+    def _rotate_slots(self) -> None:
+        """Rotate every live key from the position at which the model wrote it to its present rank."""
+        if self.rerotation is None or not self.is_initialized:
+            return
+        if self.rotated is None:
+            with torch.inference_mode(False), torch.no_grad():
+                self.rotated = torch.empty_like(self.keys)
+        length = self.length + (self.hole is not None)
+        positions = self.positions[:, :, :length]
+        self.rotated[:, :, :length] = self.rerotation(
+            self.keys[:, :, :length], positions.clamp(min=0), ranks(positions)
+        )
+
+    def _rotate_chunk(self, query: Tensor, keys: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+        """New queries and keys at the ranks behind the held ones."""
+        assert self.rerotation is not None
+        if self.rotated is None:
+            self._rotate_slots()
+        if positions is None:
+            positions = self._chunk_positions(None, keys.shape[2])
+        behind = [held - position for held, position in zip(self.held, self.next_positions, strict=True)]
+        shift = torch.tensor(behind, dtype=torch.int32, device=self.device)[:, None]
+        old = positions.clamp(min=0)[:, None]
+        new = (positions + shift).clamp(min=0)[:, None]
+        return self.rerotation(query, old, new), self.rerotation(keys, old, new)
+
+    # ---- checks
+
+    def check(self, keys: Tensor) -> None:
+        """Raise `StateError` if these new keys do not fit what the layer holds; changes nothing."""
+        if self.is_initialized:
+            held = (*self.keys.shape[:2], self.keys.shape[3], self.dtype, self.device)
+            given = (*keys.shape[:2], keys.shape[3], keys.dtype, keys.device)
+            for name, old, new in zip(("batch size", "KV heads", "head_dim", "dtype", "device"), held, given, strict=True):
+                if old != new:
+                    raise StateError(
+                        f"layer {self.index} holds {name} {old} but was given {new}: reset() the cache for another "
+                        "batch or model; batch_select_indices and batch_repeat_interleave change the batch"
+                    )
+        if (keys.device.type == "cpu" or keys.shape[2] > 1) and not _is_finite(keys):
+            raise StateError(
+                f"layer {self.index} was given keys with NaN or infinite entries: the model's activations overflowed or "
+                "its weights are broken; nothing was written"
+            )
+
+
+def _is_finite(x: Tensor) -> bool:
+    """A sum is finite only if all its terms are; fp32 sums of real activations do not overflow."""
+    total = x.detach().sum(dtype=torch.promote_types(x.dtype, torch.float32)).item()
+    return total - total == 0

@@ -1,0 +1,102 @@
+"""What a cache holds, in numbers."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvcache.layer import EvictingLayer
+
+
+@dataclass(frozen=True)
+class LayerStats:
+    """One managed layer.
+
+    slots, capacity: in use and allocated, per row and KV head. bytes: allocated. seen: tokens per row, padding
+    included. evicted: tokens that each head gave up, summed over the rows. evictions: how often. oldest_unprotected:
+    position of the oldest token held that is neither a sink nor in the window, None if there is none.
+    """
+
+    layer: int
+    slots: int
+    capacity: int
+    bytes: int
+    seen: int
+    evicted: int
+    evictions: int
+    oldest_unprotected: int | None
+
+
+@dataclass(frozen=True)
+class Stats:
+    """All managed layers, and totals: `bytes` is the sum, the others are the largest of any layer.
+
+    positions: "absolute", or "cache" once keys sit at their ranks.
+    """
+
+    slots: int
+    capacity: int
+    bytes: int
+    seen: int
+    evicted: int
+    evictions: int
+    positions: str
+    layers: tuple[LayerStats, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, ready for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        head = f"{'layer':>5} {'slots':>12} {'bytes':>14} {'seen':>9} {'evicted':>9} {'evictions':>9} {'oldest':>7}"
+        rows = [
+            f"{layer.layer:>5} {layer.slots:>5} /{layer.capacity:>5} {layer.bytes:>14,} {layer.seen:>9} "
+            f"{layer.evicted:>9} {layer.evictions:>9} "
+            f"{'-' if layer.oldest_unprotected is None else layer.oldest_unprotected:>7}"
+            for layer in self.layers
+        ]
+        total = (
+            f"{'total':>5} {self.slots:>5} /{self.capacity:>5} {self.bytes:>14,} {self.seen:>9} {self.evicted:>9} "
+            f"{self.evictions:>9}   positions: {self.positions}"
+        )
+        return "\n".join([head, *rows, total])
+
+
+def collect(layers: Sequence["EvictingLayer"], positions: str) -> Stats:
+    """Numbers of the given layers; asks the device for the oldest unprotected positions."""
+    each = tuple(_layer_stats(layer) for layer in layers)
+
+    def largest(name: str) -> int:
+        return max((getattr(layer, name) for layer in each), default=0)
+
+    return Stats(
+        largest("slots"),
+        largest("capacity"),
+        sum(layer.bytes for layer in each),
+        largest("seen"),
+        largest("evicted"),
+        largest("evictions"),
+        positions,
+        each,
+    )
+
+
+def _layer_stats(layer: "EvictingLayer") -> LayerStats:
+    return LayerStats(
+        layer=layer.index,
+        slots=layer.length,
+        capacity=layer.budget.capacity if layer.is_initialized else 0,
+        bytes=sum(tensor.nbytes for tensor in layer.state()),
+        seen=layer.seen,
+        evicted=sum(seen - held for seen, held in zip(layer.next_positions, layer.held, strict=True)),
+        evictions=layer.evictions,
+        oldest_unprotected=_oldest_unprotected(layer),
+    )
+
+
+def _oldest_unprotected(layer: "EvictingLayer") -> int | None:
+    if layer.positions is None or layer.length == 0:
+        return None
+    positions = layer.positions[:, :, : layer.length]
+    exposed = (positions >= layer.budget.sinks) & (positions < layer.window_start()[:, None, None])
+    return int(positions[exposed].min()) if bool(exposed.any()) else None
