@@ -67,27 +67,41 @@ def compact_bookkeeping(entries: Tensor, kept: Tensor, moves: Moves, front: int,
     return entries[..., :length].masked_fill(~settled, empty).scatter_(-1, moves.target, moved)
 
 
-def move_entries(buffer: Tensor, chunk: Tensor | None, held: int, source: Tensor, target: Tensor) -> None:
-    """Apply moves to one layer's keys or values, in place; traffic follows the number of moves.
+def flat_rows(slots: Tensor, capacity: int) -> Tensor:
+    """Slot numbers `[..., batch, kv_heads, n]` as rows of a `[batch * kv_heads * capacity, dim]` view of a buffer.
+
+    Returns:
+        `[..., batch * kv_heads * n]` int64.
+    """
+    batch, heads, _ = slots.shape[-3:]
+    return (slots + torch.arange(batch * heads, device=slots.device).view(batch, heads, 1) * capacity).flatten(-3)
+
+
+def move_entries(buffer: Tensor, source: Tensor, target: Tensor) -> None:
+    """Copy rows over other rows of one layer's keys or values, in place; traffic follows the number of moves.
 
     Args:
         buffer: `[batch, kv_heads, capacity, dim]` contiguous.
-        chunk: `[batch, kv_heads, tokens, dim]`, any strides: entry `held + i` is its token `i`; None: no such entry.
-        held: entries below this are the buffer's slots.
-        source, target: `[batch, kv_heads, moves]` int64.
+        source, target: `[moves]` int64 from `flat_rows`; all sources are read before any target is written.
     """
-    batch, heads, capacity, dim = buffer.shape
-    if source.shape[-1] == 0:
-        return
-    flat = buffer.view(-1, dim)  # index_select on rows copies in wide accesses where gather does not
-    base = torch.arange(batch * heads, device=buffer.device).view(batch, heads, 1) * capacity
-    if chunk is None:
-        rows = flat.index_select(0, (source + base).flatten())
-    else:
-        row = torch.arange(batch, device=buffer.device)[:, None, None]
-        head = torch.arange(heads, device=buffer.device)[:, None]
-        rows = chunk[row, head, (source - held).clamp(min=0)].flatten(0, 2)
-        if held > 0:
-            from_buffer = (source < held).flatten()[:, None]
-            rows = torch.where(from_buffer, flat.index_select(0, (source.clamp(max=held - 1) + base).flatten()), rows)
-    flat.index_copy_(0, (target + base).flatten(), rows)
+    rows = buffer.view(-1, buffer.shape[3])  # index_select on rows copies in wide accesses where gather does not
+    rows.index_copy_(0, target, rows.index_select(0, source))
+
+
+def move_chunk(buffer: Tensor, chunk: Tensor, held: int, source: Tensor, source_rows: Tensor, target: Tensor) -> None:
+    """The same where entries from `held` on are not in the buffer but in a chunk of new tokens.
+
+    Args:
+        chunk: `[batch, kv_heads, tokens, dim]`, any strides: its token `i` is entry `held + i`.
+        source: `[batch, kv_heads, moves]` int64 entries; `source_rows`: its `flat_rows`, used for those below `held`.
+        target: `[batch * kv_heads * moves]` int64 from `flat_rows`.
+    """
+    batch, heads, _ = source.shape
+    row = torch.arange(batch, device=buffer.device)[:, None, None]
+    head = torch.arange(heads, device=buffer.device)[:, None]
+    new = chunk[row, head, (source - held).clamp(min=0)].flatten(0, 2)
+    rows = buffer.view(-1, buffer.shape[3])
+    if held > 0:
+        in_buffer = (source < held).flatten()
+        new = torch.where(in_buffer[:, None], rows.index_select(0, source_rows.where(in_buffer, 0)), new)
+    rows.index_copy_(0, target, new)

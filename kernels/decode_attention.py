@@ -1,13 +1,18 @@
 """Attention of one new token over the live slots, with each slot's attention mass as a by-product."""
 
+from functools import cache
+
 import torch
 from torch import Tensor
+
+_HALF = (torch.float16, torch.bfloat16)
 
 
 def decode_attention(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
+    slots: int,
     scaling: float,
     *,
     valid: Tensor | None = None,
@@ -15,13 +20,15 @@ def decode_attention(
     sink_logits: Tensor | None = None,
     with_mass: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Softmax attention of a single query per row over all given slots.
+    """Softmax attention of a single query per row over the first `slots` slots.
 
     The query heads of a KV head's group are the rows of one matrix product, so keys and values are read once.
 
     Args:
         query: `[batch, query_heads, 1, head_dim]`.
-        keys: `[batch, kv_heads, slots, head_dim]`; `values`: `[batch, kv_heads, slots, v_head_dim]`; same dtype.
+        keys: `[batch, kv_heads, capacity, head_dim]`; `values`: `[batch, kv_heads, capacity, v_head_dim]`; contiguous,
+            of the query's dtype.
+        slots: how many slots are in use; those behind are never read.
         scaling: factor on the logits.
         valid: `[batch, kv_heads, slots]` bool, False where a slot holds nothing; None: all hold something.
         softcap: `softcap * tanh(logits / softcap)` before the softmax (Gemma 2).
@@ -33,23 +40,31 @@ def decode_attention(
         fp32 (float64 for float64), the probability summed over the group's query heads, or None.
     """
     batch, query_heads, _, head_dim = query.shape
-    kv_heads, slots, v_head_dim = keys.shape[1], keys.shape[2], values.shape[3]
+    kv_heads, capacity, v_head_dim = values.shape[1:]
     group = query_heads // kv_heads
-    grouped = query.reshape(batch * kv_heads, group, head_dim) * scaling
-    logits = torch.bmm(grouped, keys.flatten(0, 1).mT)  # [batch * kv_heads, group, slots]
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    # One view operation each for what narrow, flatten and mT would take three: they count at this size.
+    live_keys = keys.as_strided((batch * kv_heads, head_dim, slots), (capacity * head_dim, 1, head_dim))
+    live_values = values.as_strided((batch * kv_heads, slots, v_head_dim), (capacity * v_head_dim, v_head_dim, 1))
+    grouped = query.reshape(batch * kv_heads, group, head_dim)
+    logits = torch.baddbmm(_ignored(query.dtype, query.device), grouped, live_keys, beta=0, alpha=scaling)
+    if logits.dtype in _HALF:
+        logits = logits.float()
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     if valid is not None:
         logits = logits.masked_fill(~valid.reshape(batch * kv_heads, 1, slots), torch.finfo(logits.dtype).min)
-    probabilities = torch.softmax(logits, dim=-1)
+    probabilities = torch.softmax(logits, dim=-1)  # [batch * kv_heads, group, slots]
     if sink_logits is not None:
         probabilities = probabilities * sink_share(logits, sink_logits.view(kv_heads, group).repeat(batch, 1))
-    output = torch.bmm(probabilities.to(values.dtype), values.flatten(0, 1))
-    output = output.view(batch, 1, query_heads, v_head_dim)
-    if not with_mass:
-        return output, None
-    return output, probabilities.sum(1).view(batch, kv_heads, slots)
+    weights = probabilities if query.dtype not in _HALF else probabilities.to(query.dtype)
+    output = torch.bmm(weights, live_values).view(batch, 1, query_heads, v_head_dim)
+    return output, probabilities.sum(1).view(batch, kv_heads, slots) if with_mass else None
+
+
+@cache
+def _ignored(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The first operand of a baddbmm whose beta is 0: never read."""
+    return torch.zeros(1, dtype=dtype, device=device)
 
 
 def sink_share(logits: Tensor, sink_logits: Tensor) -> Tensor:

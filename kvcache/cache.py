@@ -9,7 +9,7 @@ from transformers import Cache, DynamicCache, PreTrainedConfig
 
 from kvcache.budget import DEFAULT_MARGIN, Budget
 from kvcache.errors import NotRoutedError, UnsupportedModelError
-from kvcache.eviction import Eviction, plan_eviction
+from kvcache.eviction import plan_eviction
 from kvcache.kernels.select import eviction_order
 from kvcache.layer import EvictingLayer
 from kvcache.models.rope import Rope, find_rope
@@ -244,19 +244,17 @@ def _evict_full(layers: Sequence[EvictingLayer], n: int) -> None:
     """Bring full layers down to their budget; layers alike are planned together, which saves most of the launches."""
     for group in _groups(layers):
         first = group[0]
-        keep = [first.budget.slots if held == first.budget.capacity else held for held in first.held]
-        score, positions = (torch.stack([t(layer) for layer in group]) for t in (_live_score, _live_positions))
+        score, positions = (torch.stack([live(layer) for layer in group]) for live in (_live_score, _live_positions))
+        following = first.following()
         if n == 1 and first.budget.margin == 1 and not any(first.empty):
-            order = eviction_order(
-                first.policy.priority(Slots(score, positions)), positions, first.budget.sinks, first.window_start()
-            )
+            priority = first.policy.priority(Slots(score, positions))
+            order = eviction_order(priority, positions, first.budget.sinks, following - first.budget.window)
             for layer, victim in zip(group, order.argmin(-1), strict=True):
                 layer.open_hole(victim)
         else:
-            eviction = plan_eviction(
-                score, positions, first.policy, first.budget, first.window_start(), keep, front=first.length
-            )
-            for layer, part in zip(group, _by_layer(eviction), strict=True):
+            keep = [first.budget.slots if held == first.budget.capacity else held for held in first.held]
+            eviction = plan_eviction(score, positions, first.policy, first.budget, following, keep, first.length)
+            for layer, part in zip(group, eviction.by_layer(), strict=True):
                 layer.apply(part, keep)
         for layer in group:
             layer.evictions += 1
@@ -279,10 +277,3 @@ def _groups(layers: Sequence[EvictingLayer]) -> Iterable[list[EvictingLayer]]:
             alike.append([])
         alike[-1].append(layer)
     return (group for alike in groups.values() for group in alike)
-
-
-def _by_layer(eviction: Eviction) -> Iterable[Eviction]:
-    """Takes apart what was planned for several layers."""
-    moves = zip(*(part.unbind(0) for part in eviction.moves), strict=True)
-    for move, score, positions in zip(moves, eviction.score.unbind(0), eviction.positions.unbind(0), strict=True):
-        yield Eviction(type(eviction.moves)(*move), score, positions)

@@ -1,25 +1,35 @@
 """One eviction, planned for any number of layers at once: who stays, and which entries move."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from kvcache.budget import LayerBudget
-from kvcache.kernels.compact import Moves, compact_bookkeeping, plan_moves
+from kvcache.kernels.compact import compact_bookkeeping, flat_rows, plan_moves
 from kvcache.kernels.select import eviction_order, kept_slots
 from kvcache.policies import Policy, Slots
 
 
 class Eviction(NamedTuple):
-    """What an eviction does. All tensors may have a leading dimension of layers.
+    """What an eviction does. Every tensor may have a leading dimension of layers.
 
-    moves: entries to copy. score, positions: `[..., batch, kv_heads, slots]`, the bookkeeping afterwards.
+    source: `[..., batch, kv_heads, moves]`, entries to copy; source_rows, target_rows: `[..., batch * kv_heads * moves]`,
+    rows of the flat buffers. score, positions: `[..., batch, kv_heads, capacity]`, the bookkeeping afterwards, free
+    slots included (score 0, and the position that a token there will have).
     """
 
-    moves: Moves
+    source: Tensor
+    source_rows: Tensor
+    target_rows: Tensor
     score: Tensor
     positions: Tensor
+
+    def by_layer(self) -> Iterator["Eviction"]:
+        """Takes apart what was planned for several layers."""
+        for parts in zip(*(part.unbind(0) for part in self), strict=True):
+            yield Eviction(*parts)
 
 
 def plan_eviction(
@@ -27,7 +37,7 @@ def plan_eviction(
     positions: Tensor,
     policy: Policy,
     budget: LayerBudget,
-    window_start: Tensor,
+    following: Tensor,
     keep: Sequence[int],
     front: int,
 ) -> Eviction:
@@ -35,17 +45,30 @@ def plan_eviction(
 
     Args:
         score: `[..., batch, kv_heads, entries]` fp32; `positions`: same shape, int32, -1 where an entry holds nothing.
-        window_start: `[batch]` int32, positions from here on are protected.
+        following: `[batch]` int32, the position of each row's next token.
         keep: entries that each row keeps; the slots in use afterwards are the largest of them.
         front: entries below this lie in the slot of their number.
     """
     length = max(keep)
     front = min(front, length)
-    order = eviction_order(policy.priority(Slots(score, positions)), positions, budget.sinks, window_start)
+    free = budget.capacity - length
+    order = eviction_order(
+        policy.priority(Slots(score, positions)), positions, budget.sinks, following - budget.window
+    )
     kept = kept_slots(order, keep)
     moves = plan_moves(kept, front, length)
+    score = compact_bookkeeping(score, kept, moves, front, length, empty=0)
+    positions = compact_bookkeeping(positions, kept, moves, front, length, empty=-1)
+    ahead = positions_ahead(following, free)[:, None].expand(*positions.shape[:-1], free)
     return Eviction(
-        moves,
-        compact_bookkeeping(score, kept, moves, front, length, empty=0),
-        compact_bookkeeping(positions, kept, moves, front, length, empty=-1),
+        moves.source,
+        flat_rows(moves.source, budget.capacity),
+        flat_rows(moves.target, budget.capacity),
+        torch.nn.functional.pad(score, (0, free)),
+        torch.cat((positions, ahead), dim=-1),
     )
+
+
+def positions_ahead(following: Tensor, count: int) -> Tensor:
+    """`[batch, count]` int32: positions of each row's next `count` tokens; `following`: `[batch]` int32."""
+    return following[:, None] + torch.arange(count, dtype=torch.int32, device=following.device)

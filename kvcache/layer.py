@@ -1,7 +1,7 @@
 """The slots of one layer, and everything that may happen to them."""
 
-from collections.abc import Iterable
-from typing import NamedTuple
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -9,27 +9,14 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvcache.budget import LayerBudget
 from kvcache.errors import StateError
-from kvcache.eviction import Eviction, plan_eviction
-from kvcache.kernels.compact import move_entries
+from kvcache.eviction import Eviction, plan_eviction, positions_ahead
+from kvcache.kernels.compact import flat_rows, move_chunk, move_entries
 from kvcache.kernels.decode_attention import decode_attention
 from kvcache.kernels.prefill_attention import prefill_attention
 from kvcache.memory import allocate
 from kvcache.policies import Policy
 from kvcache.positions import Rerotation, ranks
-from kvcache.routing import ChunkLength, tag
-
-
-class AttentionCall(NamedTuple):
-    """What an attention module passes along with its queries.
-
-    scaling: factor on the logits. softcap: Gemma 2's. sink_logits: `[query_heads]`, gpt-oss'.
-    real: `[batch, n]` bool, False where a new token is padding; None: none is.
-    """
-
-    scaling: float
-    softcap: float | None = None
-    sink_logits: Tensor | None = None
-    real: Tensor | None = None
+from kvcache.routing import AttentionCall, ChunkLength, tag
 
 
 class EvictingLayer(CacheLayerMixin):
@@ -79,7 +66,8 @@ class EvictingLayer(CacheLayerMixin):
         shape = (batch, heads, self.budget.capacity)
         dims = (head_dim, value_states.shape[3])
         self.keys, self.values, self.score, self.positions = allocate(self.budget, shape, dims, key_states)
-        self.device, self.dtype, self.batch_size = key_states.device, key_states.dtype, batch
+        self.device, self.batch_size = key_states.device, batch
+        self.holds = (batch, heads, head_dim, key_states.dtype, key_states.device)
         self.padding = self.empty = (0,) * batch
         self.is_initialized = True
         self._number_free_slots()
@@ -155,6 +143,7 @@ class EvictingLayer(CacheLayerMixin):
         else:
             self.padding, self.empty = self.padding[:1] * len(indices), self.empty[:1] * len(indices)
         self.batch_size = len(indices)
+        self.holds = (len(indices), *self.holds[1:])
 
     # ---- what the tokens of a row amount to; plain numbers, known without asking the device
 
@@ -173,7 +162,7 @@ class EvictingLayer(CacheLayerMixin):
         """Whether an eviction is due before the next token."""
         return self.length == self.budget.capacity
 
-    def state(self) -> Iterable[Tensor]:
+    def state(self) -> list[Tensor]:
         """Every tensor that the layer holds on to."""
         return [t for t in (self.keys, self.values, self.rotated, self.score, self.positions) if t is not None]
 
@@ -194,16 +183,16 @@ class EvictingLayer(CacheLayerMixin):
             `[batch, n, query_heads, v_head_dim]`.
         """
         assert self.staged is not None
+        if torch.is_grad_enabled():  # entering no_grad only where needed: it costs as much as an operation
+            with torch.no_grad():
+                return self.attend(query, call)
         keys, values = self.staged
-        with torch.no_grad():
-            positions = None if call.real is None else self._chunk_positions(call.real)
-            rotated = None
-            if self.rerotation is not None:
-                query, rotated = self._rotate_chunk(query, keys, positions)
-            if self.length + keys.shape[2] <= self.budget.capacity:
-                output = self._append(query, keys, values, rotated, positions, call)
-            else:
-                output = self._overflow(query, keys, values, rotated, positions, call)
+        positions = None if call.real is None else self._chunk_positions(call.real)
+        rotated = None
+        if self.rerotation is not None:
+            query, rotated = self._rotate_chunk(query, keys, positions)
+        take_in = self._append if self.length + keys.shape[2] <= self.budget.capacity else self._overflow
+        output = take_in(query, keys, values, rotated, positions, call)
         self.staged = None
         return output
 
@@ -217,7 +206,6 @@ class EvictingLayer(CacheLayerMixin):
         call: AttentionCall,
     ) -> Tensor:
         """The new tokens fit behind the live slots (or into the hole that an eviction left)."""
-        n = keys.shape[2]
         self._write(self.keys, keys)
         self._write(self.values, values)
         if rotated is not None:
@@ -225,36 +213,59 @@ class EvictingLayer(CacheLayerMixin):
         if positions is not None:
             self._write(self.positions[..., None], positions[:, None, :, None].expand(*keys.shape[:3], 1))
             self._count_padding(call.real, len(self.padding) * (0,))
+        n = keys.shape[2]
         self.hole = None
-        self.length, self.seen = self.length + n, self.seen + n
+        self.length += n
+        self.seen += n
         if positions is not None:
             self._number_free_slots()
-        return self._attend_slots(query, call)
+        return self._decode(query, call) if n == 1 else self._prefill(query, call)
 
     def _write(self, buffer: Tensor, new: Tensor) -> None:
-        if self.hole is not None:
+        if self.hole is None:
+            buffer.narrow(2, self.length, new.shape[2]).copy_(new)
+        else:
             buffer.view(-1, buffer.shape[3]).index_copy_(0, self.hole, new.flatten(0, 2))
-        else:
-            buffer[:, :, self.length : self.length + new.shape[2]].copy_(new)
 
-    def _attend_slots(self, query: Tensor, call: AttentionCall) -> Tensor:
-        """Attention over the live slots, the last of which are the queries' own tokens."""
-        length, n = self.length, query.shape[2]
-        keys = (self.keys if self.rotated is None else self.rotated)[:, :, :length]
-        values = self.values[:, :, :length]
-        valid = self.positions[:, :, :length] >= 0 if any(self.empty) else None
-        options = {"softcap": call.softcap, "sink_logits": call.sink_logits, "with_mass": self.policy.observes_mass}
-        if n == 1:
-            output, mass = decode_attention(query, keys, values, call.scaling, valid=valid, **options)
-            if mass is not None and call.real is not None:
-                mass = mass * call.real[:, None]
-        else:
-            output, mass = prefill_attention(
-                query, [(keys, values)], call.scaling, valid=valid, voters=call.real, **options
-            )
+    def _decode(self, query: Tensor, call: AttentionCall) -> Tensor:
+        """Attention of one token per row over the live slots, its own included."""
+        output, mass = decode_attention(
+            query,
+            self.keys if self.rotated is None else self.rotated,
+            self.values,
+            self.length,
+            call.scaling,
+            valid=self._valid(),
+            softcap=call.softcap,
+            sink_logits=call.sink_logits,
+            with_mass=self.policy.observes_mass,
+        )
         if mass is not None:
-            self.policy.observe(self.score[:, :, :length], mass)
+            if call.real is not None:
+                mass = mass * call.real[:, None]
+            self.policy.observe(self.score.narrow(2, 0, self.length), mass)
         return output
+
+    def _prefill(self, query: Tensor, call: AttentionCall) -> Tensor:
+        """Attention of several tokens per row over the live slots, the last of which are their own."""
+        keys = self.keys if self.rotated is None else self.rotated
+        output, mass = prefill_attention(
+            query,
+            [(keys[:, :, : self.length], self.values[:, :, : self.length])],
+            call.scaling,
+            valid=self._valid(),
+            voters=call.real,
+            softcap=call.softcap,
+            sink_logits=call.sink_logits,
+            with_mass=self.policy.observes_mass,
+        )
+        if mass is not None:
+            self.policy.observe(self.score[:, :, : self.length], mass)
+        return output
+
+    def _valid(self) -> Tensor | None:
+        """`[batch, kv_heads, length]` bool, False where a slot holds nothing; None: all hold something."""
+        return self.positions[:, :, : self.length] >= 0 if any(self.empty) else None
 
     def _overflow(
         self,
@@ -299,63 +310,55 @@ class EvictingLayer(CacheLayerMixin):
     ) -> None:
         """Rows that hold more than their slots go down to the budget, the others keep all."""
         keep = [self.budget.slots if total > self.budget.capacity else total for total in totals]
-        eviction = plan_eviction(
-            score, positions, self.policy, self.budget, self.window_start(), keep, front=self.length
-        )
+        eviction = plan_eviction(score, positions, self.policy, self.budget, self.following(), keep, self.length)
         self.evictions += any(total > self.budget.capacity for total in totals)
         self.apply(eviction, keep, chunk)
 
     # ---- eviction
 
-    def window_start(self) -> Tensor:
-        """`[batch]` int32: the first position of each row's window."""
-        starts = [position - self.budget.window for position in self.next_positions]
-        return torch.tensor(starts, dtype=torch.int32, device=self.device)
+    def following(self) -> Tensor:
+        """`[batch]` int32: the position of each row's next token."""
+        return torch.tensor(self.next_positions, dtype=torch.int32, device=self.device)
 
-    def apply(self, eviction: Eviction, keep: Iterable[int], chunk: tuple[Tensor, Tensor] | None = None) -> None:
+    def apply(self, eviction: Eviction, keep: Sequence[int], chunk: tuple[Tensor, Tensor] | None = None) -> None:
         """Carry out an eviction that was planned for this layer.
 
         Args:
             keep: tokens that each row keeps.
             chunk: new keys and values `[batch, kv_heads, n, (v_)head_dim]` that follow the live slots in the plan.
         """
-        source, target, _ = eviction.moves
-        for buffer, new in zip((self.keys, self.values), chunk or (None, None), strict=True):
-            move_entries(buffer, new, self.length, source, target)
-        old, self.length = self.length, eviction.score.shape[-1]
+        if chunk is None:
+            for buffer in (self.keys, self.values):
+                move_entries(buffer, eviction.source_rows, eviction.target_rows)
+        else:
+            for buffer, new in zip((self.keys, self.values), chunk, strict=True):
+                move_chunk(buffer, new, self.length, eviction.source, eviction.source_rows, eviction.target_rows)
+        self.length = max(keep)
         self.empty = tuple(self.length - kept for kept in keep)
-        self.score[:, :, : self.length] = eviction.score
-        self.score[:, :, self.length : old] = 0
-        self.positions[:, :, : self.length] = eviction.positions
-        self._number_free_slots()
+        self.score.copy_(eviction.score)
+        self.positions.copy_(eviction.positions)
         self._rotate_slots()
 
     def open_hole(self, victim: Tensor) -> None:
         """Give up slot `victim` `[batch, kv_heads]` of each head to the next token (margin 1): nothing moves."""
-        self.hole = (victim + torch.arange(victim.numel(), device=self.device).view_as(victim) * self.budget.capacity)
-        self.hole = self.hole.flatten()
+        self.hole = flat_rows(victim[..., None], self.budget.capacity)
         self.length -= 1
-        heads = victim.shape[1]
-        following = torch.tensor(self.next_positions, dtype=torch.int32, device=self.device)
-        self.positions.view(-1).index_copy_(0, self.hole, following.repeat_interleave(heads))
+        self.positions.view(-1).index_copy_(0, self.hole, self.following().repeat_interleave(victim.shape[1]))
         self.score.view(-1).index_fill_(0, self.hole, 0)
         self._rotate_slots()
 
     def _number_free_slots(self) -> None:
         """Write ahead the positions of the tokens to come, so that a decode step writes none."""
-        free = self.budget.capacity - self.length
-        following = torch.tensor(self.next_positions, dtype=torch.int32, device=self.device)
-        ahead = torch.arange(free, dtype=torch.int32, device=self.device)
-        self.positions[:, :, self.length :] = (following[:, None] + ahead)[:, None]
+        ahead = positions_ahead(self.following(), self.budget.capacity - self.length)
+        self.positions[:, :, self.length :] = ahead[:, None]
 
     # ---- padding
 
     def _chunk_positions(self, real: Tensor | None, n: int = 0) -> Tensor:
         """`[batch, n]` int32: positions of the new tokens, -1 for padding."""
-        following = torch.tensor(self.next_positions, dtype=torch.int32, device=self.device)[:, None]
         if real is None:
-            return following + torch.arange(n, dtype=torch.int32, device=self.device)
-        return (following + real.cumsum(1, dtype=torch.int32) - 1).masked_fill(~real, -1)
+            return positions_ahead(self.following(), n)
+        return (self.following()[:, None] + real.cumsum(1, dtype=torch.int32) - 1).masked_fill(~real, -1)
 
     def _count_padding(self, real: Tensor | None, totals: tuple[int, ...]) -> tuple[int, ...]:
         """Note the padding among the newest tokens; `totals` less it, per row."""
@@ -404,15 +407,15 @@ class EvictingLayer(CacheLayerMixin):
     def check(self, keys: Tensor) -> None:
         """Raise `StateError` if these new keys do not fit what the layer holds; changes nothing."""
         if self.is_initialized:
-            held = (*self.keys.shape[:2], self.keys.shape[3], self.dtype, self.device)
-            given = (*keys.shape[:2], keys.shape[3], keys.dtype, keys.device)
-            for name, old, new in zip(("batch size", "KV heads", "head_dim", "dtype", "device"), held, given, strict=True):
-                if old != new:
-                    raise StateError(
-                        f"layer {self.index} holds {name} {old} but was given {new}: reset() the cache for another "
-                        "batch or model; batch_select_indices and batch_repeat_interleave change the batch"
-                    )
-        if (keys.device.type == "cpu" or keys.shape[2] > 1) and not _is_finite(keys):
+            batch, heads, _, head_dim = keys.shape
+            given = (batch, heads, head_dim, keys.dtype, keys.device)
+            if given != self.holds:
+                raise StateError(
+                    f"layer {self.index} holds (batch, KV heads, head_dim, dtype, device) = {self.holds} but was given "
+                    f"{given}: reset() the cache for another batch or model; batch_select_indices and "
+                    "batch_repeat_interleave change the batch"
+                )
+        if (keys.is_cpu or keys.shape[2] > 1) and not _is_finite(keys):
             raise StateError(
                 f"layer {self.index} was given keys with NaN or infinite entries: the model's activations overflowed or "
                 "its weights are broken; nothing was written"
@@ -421,5 +424,4 @@ class EvictingLayer(CacheLayerMixin):
 
 def _is_finite(x: Tensor) -> bool:
     """A sum is finite only if all its terms are; fp32 sums of real activations do not overflow."""
-    total = x.detach().sum(dtype=torch.promote_types(x.dtype, torch.float32)).item()
-    return total - total == 0
+    return math.isfinite((x if x.dtype == torch.float32 else x.to(torch.float64)).sum().item())

@@ -8,7 +8,7 @@ only channel between a cache and an attention function that exists in every tran
 import sys
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,19 @@ PREFIX = "kvcache_evicting_"
 TAG = "_kvcache_layer"
 _names: dict[str, str] = {}  # implementation that a model had -> the name of ours that delegates to it
 _lock = threading.Lock()
+
+
+class AttentionCall(NamedTuple):
+    """What an attention module passes along with its queries.
+
+    scaling: factor on the logits. softcap: Gemma 2's. sink_logits: `[query_heads]`, gpt-oss'.
+    real: `[batch, n]` bool, False where a new token is padding; None: none is.
+    """
+
+    scaling: float
+    softcap: float | None = None
+    sink_logits: Tensor | None = None
+    real: Tensor | None = None
 
 
 class ChunkLength(int):
@@ -60,7 +73,7 @@ def attention_path(device: str) -> str:
 
 def tag(keys: Tensor, layer: "EvictingLayer") -> Tensor:
     """The same keys as a fresh tensor object that leads its attention to `layer`."""
-    tagged = keys.view(keys.shape)
+    tagged = keys.detach()
     setattr(tagged, TAG, layer)
     return tagged
 
@@ -99,9 +112,7 @@ def _attention_function(name: str, module: torch.nn.Module) -> Callable[..., tup
     return ALL_ATTENTION_FUNCTIONS[name]
 
 
-def _call(layer: "EvictingLayer", query: Tensor, mask: Any, scaling: float | None, kwargs: dict[str, Any]) -> Any:
-    from kvcache.layer import AttentionCall  # layer.py imports this file
-
+def _call(layer: "EvictingLayer", query: Tensor, mask: Any, scaling: float | None, kwargs: dict[str, Any]) -> AttentionCall:
     if kwargs.get("position_bias") is not None:
         raise UnsupportedModelError("attention with a position bias (T5, ALiBi) cannot be evicted: use DynamicCache")
     return AttentionCall(

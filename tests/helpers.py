@@ -35,7 +35,7 @@ def generate(model: PreTrainedModel, cache: Any, ids: Tensor, new_tokens: int, *
     """Greedy unless told otherwise; no end token."""
     options = {"do_sample": False, "max_new_tokens": new_tokens, "pad_token_id": 0, **arguments}
     options.setdefault("attention_mask", torch.ones_like(ids))
-    return model.generate(input_ids=ids, **{CACHE_ARGUMENT: cache}, **options)
+    return model.generate(input_ids=ids, **{CACHE_ARGUMENT: cache}, **options)  # pyright: ignore[reportCallIssue]
 
 
 def model_of(architecture: str, **overrides: Any) -> PreTrainedModel:
@@ -103,7 +103,7 @@ def right_padded(ids: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
 
 def managed_layers(cache: Any) -> list[int]:
     """The layers that a budget manages, as the cache itself says."""
-    return [layer.layer for layer in cache.stats().layers if layer.managed]
+    return [layer.layer for layer in cache.stats().layers if getattr(layer, "managed", True)]
 
 
 def kept(cache: Any, layer: int) -> list[list[list[int]]]:

