@@ -5,7 +5,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-_HALF = (torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
 
 
 def decode_attention(
@@ -47,7 +47,7 @@ def decode_attention(
     live_values = values.as_strided((batch * kv_heads, slots, v_head_dim), (capacity * v_head_dim, v_head_dim, 1))
     grouped = query.reshape(batch * kv_heads, group, head_dim)
     logits = torch.baddbmm(_ignored(query.dtype, query.device), grouped, live_keys, beta=0, alpha=scaling)
-    if logits.dtype in _HALF:
+    if logits.dtype in HALF:
         logits = logits.float()
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
@@ -56,7 +56,7 @@ def decode_attention(
     probabilities = torch.softmax(logits, dim=-1)  # [batch * kv_heads, group, slots]
     if sink_logits is not None:
         probabilities = probabilities * sink_share(logits, sink_logits.view(kv_heads, group).repeat(batch, 1))
-    weights = probabilities if query.dtype not in _HALF else probabilities.to(query.dtype)
+    weights = probabilities if query.dtype not in HALF else probabilities.to(query.dtype)
     output = torch.bmm(weights, live_values).view(batch, 1, query_heads, v_head_dim)
     return output, probabilities.sum(1).view(batch, kv_heads, slots) if with_mass else None
 

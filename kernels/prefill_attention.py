@@ -9,10 +9,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kvcache.kernels.decode_attention import sink_share
+from kvcache.kernels.decode_attention import HALF, sink_share
 
 BLOCK_ELEMENTS = 1 << 20  # logits of one block: 4 MB in fp32, about half of a core's share of a last-level cache
 MIN_ROWS = 32  # fewer query rows than this make the matrix products inefficient
+ALIGNMENT = 64  # rows of logits start at multiples of this: unaligned ones slow the matrix products by a third
 
 
 def prefill_attention(
@@ -82,53 +83,38 @@ def _attend_heads(
     mass: Tensor | None,  # [heads, keys], added to
 ) -> None:
     heads, group, n, _ = query.shape
-    total = sum(keys.shape[1] for keys, _ in sources)
-    rows = min(n, max(MIN_ROWS, BLOCK_ELEMENTS // (heads * group * total)))
-    later = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu_(1)
-    sources = [(keys.contiguous().mT, values.contiguous()) for keys, values in sources]
+    keys, values = (torch.cat(parts, dim=1) for parts in zip(*sources, strict=True))
+    total = keys.shape[1]
+    rows = min(n, max(MIN_ROWS, BLOCK_ELEMENTS // (heads * group * total) // MIN_ROWS * MIN_ROWS))
+    index = torch.arange(rows + ALIGNMENT, device=query.device)
+    later = index > index[:rows, None]
+    scratch = query.new_empty(heads * group * rows * total)
     for start in range(0, n, rows):
         stop = min(n, start + rows)
-        visible = total - n + stop
-        block = (query[:, :, start:stop] * scaling).flatten(1, 2)  # [heads, group * rows, head_dim]
-        logits = torch.cat([torch.bmm(block, keys[..., :width]) for keys, _, width in _visible(sources, visible)], -1)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        count, first = stop - start, total - n + start  # the block's rows, and the key of its first row
+        visible = min(total, -(-(first + count) // ALIGNMENT) * ALIGNMENT)
+        block = (query[:, :, start:stop] * scaling).flatten(1, 2)  # [heads, group * count, head_dim]
+        logits = scratch[: heads * group * count * visible].view(heads, group * count, visible)
+        logits = torch.bmm(block, keys[:, :visible].mT, out=logits)
+        if logits.dtype in HALF:
+            logits = logits.float()
         if softcap is not None:
-            logits = logits.div_(softcap).tanh_().mul_(softcap)
+            logits.div_(softcap).tanh_().mul_(softcap)
         lowest = torch.finfo(logits.dtype).min
-        own = logits.view(heads, group, stop - start, visible)[..., visible - (stop - start) :]
-        own.masked_fill_(later[: stop - start, : stop - start], lowest)
+        own = logits.view(heads, group, count, visible)[..., first:]
+        own.masked_fill_(later[:count, : visible - first], lowest)
         if valid is not None:
             logits.masked_fill_(~valid[:, None, :visible], lowest)
-        share = None if sink_logits is None else sink_share(
-            logits, sink_logits[..., None].expand(heads, group, stop - start).flatten(1)
-        )
-        probabilities = torch.softmax(logits, dim=-1)
+        share = None
+        if sink_logits is not None:
+            share = sink_share(logits, sink_logits[..., None].expand(heads, group, count).flatten(1))
+        probabilities = torch.softmax(logits, dim=-1, out=logits)
         if share is not None:
             probabilities.mul_(share)
-        mixed = _mix(probabilities.to(query.dtype), sources, visible)
-        output[start:stop] = mixed.view(heads, group, stop - start, -1).permute(2, 0, 1, 3)
+        mixed = torch.bmm(probabilities.to(query.dtype), values[:, :visible])
+        output[start:stop] = mixed.view(heads, group, count, -1).permute(2, 0, 1, 3)
         if mass is not None:
             mass[:, :visible] += _column_sums(probabilities, voters, start, stop, group)
-
-
-def _visible(sources: Sequence[tuple[Tensor, Tensor]], visible: int) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Each source with how many of its keys lie below `visible`."""
-    for keys, values in sources:
-        width = min(values.shape[1], visible)
-        if width > 0:
-            yield keys, values, width
-        visible -= width
-
-
-def _mix(probabilities: Tensor, sources: Sequence[tuple[Tensor, Tensor]], visible: int) -> Tensor:
-    """Probabilities times values, source by source: `[heads, group * rows, v_head_dim]`."""
-    mixed, start = None, 0
-    for _, values, width in _visible(sources, visible):
-        part = torch.bmm(probabilities[..., start : start + width], values[:, :width])
-        mixed = part if mixed is None else mixed.add_(part)
-        start += width
-    assert mixed is not None
-    return mixed
 
 
 def _column_sums(probabilities: Tensor, voters: Tensor | None, start: int, stop: int, group: int) -> Tensor:
