@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
 
 from kvcache.budget import DEFAULT_MARGIN, Budget
-from kvcache.errors import NotRoutedError, UnsupportedModelError
+from kvcache.errors import NotRoutedError, StateError, UnsupportedModelError
 from kvcache.eviction import plan_eviction
 from kvcache.kernels.select import eviction_order
 from kvcache.layer import EvictingLayer
@@ -16,7 +16,7 @@ from kvcache.models.rope import Rope, find_rope
 from kvcache.models.spec import decoder_config, describe
 from kvcache.policies import HeavyHitters, Policy, Recency, Slots
 from kvcache.positions import Positions, Rerotation, check_positions
-from kvcache.routing import route
+from kvcache.routing import AttentionCall, route, tag
 from kvcache.stats import Stats, collect
 
 logger = logging.getLogger("kvcache")
@@ -40,7 +40,7 @@ class EvictingCache(Cache):
             then by rank from the forward on that would pass the trained length.
 
     Raises:
-        UnsupportedModelError: a model that cannot be served, or whose RoPE cannot be re-rotated for `positions="cache"`.
+        UnsupportedModelError: a model that cannot be served, or whose keys cannot be rotated to `positions="cache"`.
         BudgetError: a per-layer list of another length than the model has layers.
         ValueError: an unknown `positions`.
     """
@@ -53,6 +53,7 @@ class EvictingCache(Cache):
         positions: Positions = "auto",
     ) -> None:
         check_positions(positions)
+        _check_types(policy, budget)
         text = decoder_config(config)
         self.spec = describe(config)
         self.policy, self.budget, self.positions = policy, budget, positions
@@ -60,15 +61,18 @@ class EvictingCache(Cache):
         count = len(self.spec.layers)
         layers = [
             EvictingLayer(index, budget.layer(index, count), policy) if layer.managed else native
-            for index, (layer, native) in enumerate(zip(self.spec.layers, DynamicCache(config=text).layers, strict=True))
+            for index, (layer, native) in enumerate(
+                zip(self.spec.layers, DynamicCache(config=text).layers, strict=True)
+            )
         ]
         super().__init__(layers=layers)
         self.managed = [layer for layer in layers if isinstance(layer, EvictingLayer)]
-        self.ranked = False
+        self.ranked = False  # keys sit at their rank
+        self.shifted = False  # the model counts positions in another way than we do
         self._current: EvictingLayer | None = None  # the layer updated last
         if not self.managed:
             logger.warning(
-                "%s has no full-attention layer: its own sliding-window caches are bounded already and stay as they are",
+                "%s has no full-attention layer: its sliding-window caches are bounded already and stay as they are",
                 self.spec.model_type,
             )
         if positions == "cache":
@@ -77,32 +81,48 @@ class EvictingCache(Cache):
 
     # ---- transformers' interface
 
-    @torch.compiler.disable
-    def update(
+    @torch.compiler.disable  # pyright: ignore[reportArgumentType]
+    def update(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Take in a layer's new keys and values, `[batch, kv_heads, n, head_dim]`; see `EvictingLayer.update`.
+        """Take in a layer's new keys and values, `[batch, kv_heads, n, head_dim]`.
+
+        A managed layer's keys come back with a tag that leads their attention to `attend`.
 
         Raises:
             NotRoutedError: the attention of an earlier update never came, or a forward was interrupted.
-            UnsupportedModelError: the trained length would be passed and ranks cannot take over.
             StateError: see `EvictingLayer.update`.
         """
         layer = self.layers[layer_idx]
-        if isinstance(layer, EvictingLayer):
-            if self._current is not None and self._current.staged is not None:
-                raise NotRoutedError(_not_routed(self._current))
-            if layer is self.managed[0]:
-                layer.check(key_states)
-                self._begin_forward(key_states.shape[2])
-            self._current = layer
-        return layer.update(key_states, value_states, *args, **kwargs)
+        if not isinstance(layer, EvictingLayer):
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if self._current is not None and self._current.staged is not None:
+            raise NotRoutedError(_not_routed(self._current))
+        if layer is self.managed[0]:
+            self._check_complete()
+        layer.update(key_states, value_states)
+        self._current = layer
+        return tag(key_states, self, layer), value_states
+
+    def attend(self, layer: EvictingLayer, query: Tensor, call: AttentionCall) -> Tensor:
+        """Attention of a layer's newest tokens: `[batch, query_heads, n, head_dim]` queries to
+        `[batch, n, query_heads, v_head_dim]`. Called by the attention function that the model is routed to.
+
+        Raises:
+            StateError: position ids that go back.
+            UnsupportedModelError: the trained length would be passed and ranks cannot take over.
+        """
+        if layer is self.managed[0]:
+            self._begin_forward(layer, query.shape[2], call)
+        if self.shifted:
+            layer.track_origins()
+        return layer.attend(query, call)
 
     def reset(self) -> None:
         """Forget everything and release the slots; the cache is as new."""
         super().reset()
         self._current = None
-        self.ranked = False
+        self.ranked = self.shifted = False
         if self.positions == "cache":
             self._use_ranks()
 
@@ -135,45 +155,52 @@ class EvictingCache(Cache):
 
     # ---- a forward
 
-    def _begin_forward(self, n: int) -> None:
-        """Before the first layer takes in `n` tokens: ranks take over if they must, full layers go to the budget."""
-        seen = self.managed[0].seen
+    def _check_complete(self) -> None:
+        """Raise unless every layer has seen the same tokens."""
+        first = self.managed[0]
         for layer in self.managed:
-            if layer.seen != seen:
+            if layer.seen != first.seen:
                 raise NotRoutedError(
-                    f"layer {layer.index} has seen {layer.seen} tokens but layer {self.managed[0].index} {seen}: a "
-                    "forward was interrupted. Call reset() and start over"
+                    f"layer {layer.index} has seen {layer.seen} tokens but layer {first.index} {first.seen}: a forward "
+                    "was interrupted. Call reset() and start over"
                 )
-        if not self.ranked and self._would_pass_trained_length(n):
-            self._switch_to_ranks(n)
+
+    def _begin_forward(self, first: EvictingLayer, n: int, call: AttentionCall) -> None:
+        """Before the first layer's attention over `n` new tokens: checks, then ranks and evictions that are due."""
+        switch = not self.ranked and self._would_pass_trained_length(first, n, call)
+        if switch and self.rope is None:
+            raise UnsupportedModelError(
+                f"{n} more tokens would pass the trained length of {self.spec.trained_length}, and positions cannot "
+                f"move into the cache: {self._rope_refusal}"
+            )
+        shifted = _check_position_ids(first, n, call)
+        if switch:
+            self._announce_ranks(n)
+            self._use_ranks()
+        self.shifted |= shifted and self.rope is not None and self.positions != "absolute"
         full = [layer for layer in self.managed if layer.is_full]
         if full:
             _evict_full(full, n)
 
-    def _would_pass_trained_length(self, n: int) -> bool:
+    def _would_pass_trained_length(self, first: EvictingLayer, n: int, call: AttentionCall) -> bool:
         trained = self.spec.trained_length
-        if self.positions != "auto" or trained is None:
+        if self.positions != "auto" or trained is None or max(first.next_positions) + n <= trained:
             return False
-        return max(self.managed[0].next_positions, default=0) + n > trained
+        new = [n] * len(first.padding) if call.real is None else call.real.sum(1).tolist()
+        return max(seen + real for seen, real in zip(first.next_positions, new, strict=True)) > trained
 
-    def _switch_to_ranks(self, n: int) -> None:
+    def _announce_ranks(self, n: int) -> None:
         trained = self.spec.trained_length
-        if self.rope is None:
-            raise UnsupportedModelError(
-                f"{n} more tokens would pass the trained length of {trained}, and positions cannot move into the cache: "
-                f"{self._rope_refusal}"
-            )
-        if n > trained:
-            logger.warning(
-                "%d tokens in one forward exceed the trained length of %d: attention within it is outside what the model "
-                "knows; prefill in chunks (generate's prefill_chunk_size)",
-                n,
-                trained,
-            )
         logger.warning("trained length of %d tokens reached: from here on keys sit at their rank in the cache", trained)
-        self._use_ranks()
+        if trained is not None and n > trained:
+            logger.warning(
+                "%d tokens in one forward are more than the model was trained for: prefill in chunks (generate's "
+                "prefill_chunk_size)",
+                n,
+            )
 
     def _use_ranks(self) -> None:
+        assert self.rope is not None
         rerotation = Rerotation(self.rope)
         for layer in self.managed:
             layer.use_ranks(rerotation)
@@ -231,9 +258,42 @@ def _rope(config: PreTrainedConfig, required: bool) -> tuple[Rope | None, str]:
         return None, str(error)
 
 
+def _check_types(policy: object, budget: object) -> None:
+    if not isinstance(policy, Policy):
+        raise ValueError(f"policy={policy!r} must be a Policy, such as HeavyHitters() or Recency() of kvcache.policies")
+    if not isinstance(budget, Budget):
+        raise ValueError(f"budget={budget!r} must be a Budget(sinks=, window=, heavy_hitters=, margin=)")
+
+
+def _check_position_ids(layer: EvictingLayer, n: int, call: AttentionCall) -> bool:
+    """Whether the model puts the new tokens elsewhere than at the positions that follow.
+
+    Asked of the device only where it does not make a decode step wait.
+
+    Raises:
+        StateError: a position below those already seen: transformers took new ids for the whole conversation.
+    """
+    if call.position_ids is None or (n == 1 and not call.position_ids.is_cpu):
+        return False
+    if n == 1 and call.real is None:  # the common case, in plain numbers
+        given = call.position_ids.flatten().tolist()
+        if given * (len(layer.padding) // len(given)) == list(layer.next_positions):
+            return False
+    offset = call.position_ids - layer.chunk_positions(call.real, n)
+    if call.real is not None:
+        offset = offset.masked_fill(~call.real, 0)
+    if bool((offset < 0).any()):
+        raise StateError(
+            f"position ids {call.position_ids.flatten()[:4].tolist()}... go back behind the {layer.seen} tokens that "
+            "the cache has seen. generate takes ids without a longer attention_mask for the whole conversation: pass "
+            "all ids, or the new ones with a mask over all; reset() the cache for another conversation"
+        )
+    return bool(offset.any())
+
+
 def _not_routed(layer: EvictingLayer) -> str:
     return (
-        f"the attention of layer {layer.index} never reached the cache. Either a forward was interrupted (call reset()), "
+        f"the attention of layer {layer.index} never reached the cache. Either a forward was interrupted (call reset), "
         "or the model does not use the config object that the cache was made from, or its attention was set anew "
         "(set_attn_implementation) afterwards, or it handles keys itself: make the cache from `model.config` after the "
         "last change; if it still fails, this model is not supported"
@@ -253,7 +313,10 @@ def _evict_full(layers: Sequence[EvictingLayer], n: int) -> None:
                 layer.open_hole(victim)
         else:
             keep = [first.budget.slots if held == first.budget.capacity else held for held in first.held]
-            eviction = plan_eviction(score, positions, first.policy, first.budget, following, keep, first.length)
+            origins = None if first.origins is None else torch.stack([_live_origins(layer) for layer in group])
+            eviction = plan_eviction(
+                score, positions, first.policy, first.budget, following, keep, first.length, origins
+            )
             for layer, part in zip(group, eviction.by_layer(), strict=True):
                 layer.apply(part, keep)
         for layer in group:
@@ -266,6 +329,11 @@ def _live_score(layer: EvictingLayer) -> Tensor:
 
 def _live_positions(layer: EvictingLayer) -> Tensor:
     return layer.positions[:, :, : layer.length]
+
+
+def _live_origins(layer: EvictingLayer) -> Tensor:
+    assert layer.origins is not None
+    return layer.origins[:, :, : layer.length]
 
 
 def _groups(layers: Sequence[EvictingLayer]) -> Iterable[list[EvictingLayer]]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     import torch
-    from transformers import Cache, PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import Cache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from kvcache.evals.generation import Generation
 
@@ -224,27 +224,26 @@ def _generate(options: argparse.Namespace) -> int:
     text = _prompt(options)
     if options.json is not None and not options.json.absolute().parent.is_dir():
         raise ValueError(f"--json {options.json}: there is no folder {options.json.absolute().parent}")
+    arguments = _generate_arguments(options)
     import torch
+    from rich.console import Console
 
     from kvcache.evals.generation import generate
-    from kvcache.models.load import load
 
     _quiet_transformers()
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = getattr(torch, options.dtype or ("float32" if device == "cpu" else "bfloat16"))
-    model, tokenizer = load(options.model, dtype=dtype, device=device)
+    progress = Console(stderr=True)
+    with progress.status(f"loading {options.model}"):
+        model, tokenizer = _load(options)
     ids = _tokens(tokenizer, text, options.chat)
     cache = _cache(options.cache, model.config, budget)
     torch.manual_seed(options.seed)
-    result = generate(
-        model,
-        tokenizer,
-        ids,
-        cache,
-        max_new_tokens=options.max_new_tokens,
-        write=_write,
-        **_generate_arguments(options),
-    )
+    with progress.status(f"reading {ids.shape[1]:,} prompt tokens") as reading:
+
+        def write(text: str) -> None:
+            reading.stop()
+            print(text, end="", flush=True)
+
+        result = generate(model, tokenizer, ids, cache, max_new_tokens=options.max_new_tokens, write=write, **arguments)
     _print_result(options.cache, result)
     if options.json is not None:
         _write_json(options, result, cache)
@@ -274,6 +273,16 @@ def _prompt(options: argparse.Namespace) -> str:
     if not text.strip():
         raise ValueError(f"the prompt ({source}) is empty")
     return text
+
+
+def _load(options: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    import torch
+
+    from kvcache.models.load import load
+
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = getattr(torch, options.dtype or ("float32" if device == "cpu" else "bfloat16"))
+    return load(options.model, dtype=dtype, device=device)
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool | None) -> torch.Tensor:
@@ -318,10 +327,6 @@ def _quiet_transformers() -> None:
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-
-
-def _write(text: str) -> None:
-    print(text, end="", flush=True)
 
 
 def _print_result(cache: str, result: Generation) -> None:

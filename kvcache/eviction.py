@@ -15,9 +15,9 @@ from kvcache.policies import Policy, Slots
 class Eviction(NamedTuple):
     """What an eviction does. Every tensor may have a leading dimension of layers.
 
-    source: `[..., batch, kv_heads, moves]`, entries to copy; source_rows, target_rows: `[..., batch * kv_heads * moves]`,
-    rows of the flat buffers. score, positions: `[..., batch, kv_heads, capacity]`, the bookkeeping afterwards, free
-    slots included (score 0, and the position that a token there will have).
+    source: `[..., batch, kv_heads, moves]`, entries to copy. source_rows, target_rows: the rows of the flat buffers,
+    `[..., batch * kv_heads * moves]`. score, positions, origins: `[..., batch, kv_heads, capacity]`, the bookkeeping after it,
+    free slots included (score 0, and the position that a token there will have); origins may be None.
     """
 
     source: Tensor
@@ -25,10 +25,12 @@ class Eviction(NamedTuple):
     target_rows: Tensor
     score: Tensor
     positions: Tensor
+    origins: Tensor | None
 
     def by_layer(self) -> Iterator["Eviction"]:
         """Takes apart what was planned for several layers."""
-        for parts in zip(*(part.unbind(0) for part in self), strict=True):
+        nothing = (None,) * self.score.shape[0]
+        for parts in zip(*(nothing if part is None else part.unbind(0) for part in self), strict=True):
             yield Eviction(*parts)
 
 
@@ -40,6 +42,7 @@ def plan_eviction(
     following: Tensor,
     keep: Sequence[int],
     front: int,
+    origins: Tensor | None = None,
 ) -> Eviction:
     """Choose what stays and how it becomes dense.
 
@@ -48,24 +51,26 @@ def plan_eviction(
         following: `[batch]` int32, the position of each row's next token.
         keep: entries that each row keeps; the slots in use afterwards are the largest of them.
         front: entries below this lie in the slot of their number.
+        origins: same shape as `positions`, moved along.
     """
     length = max(keep)
     front = min(front, length)
     free = budget.capacity - length
-    order = eviction_order(
-        policy.priority(Slots(score, positions)), positions, budget.sinks, following - budget.window
-    )
+    order = eviction_order(policy.priority(Slots(score, positions)), positions, budget.sinks, following - budget.window)
     kept = kept_slots(order, keep)
     moves = plan_moves(kept, front, length)
     score = compact_bookkeeping(score, kept, moves, front, length, empty=0)
     positions = compact_bookkeeping(positions, kept, moves, front, length, empty=-1)
     ahead = positions_ahead(following, free)[:, None].expand(*positions.shape[:-1], free)
+    if origins is not None:
+        origins = torch.nn.functional.pad(compact_bookkeeping(origins, kept, moves, front, length, empty=0), (0, free))
     return Eviction(
         moves.source,
         flat_rows(moves.source, budget.capacity),
         flat_rows(moves.target, budget.capacity),
         torch.nn.functional.pad(score, (0, free)),
         torch.cat((positions, ahead), dim=-1),
+        origins,
     )
 
 

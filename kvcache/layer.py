@@ -13,10 +13,12 @@ from kvcache.eviction import Eviction, plan_eviction, positions_ahead
 from kvcache.kernels.compact import flat_rows, move_chunk, move_entries
 from kvcache.kernels.decode_attention import decode_attention
 from kvcache.kernels.prefill_attention import prefill_attention
-from kvcache.memory import allocate
+from kvcache.memory import allocate, allocate_rotated
 from kvcache.policies import Policy
 from kvcache.positions import Rerotation, ranks
-from kvcache.routing import AttentionCall, ChunkLength, tag
+from kvcache.routing import AttentionCall, ChunkLength
+
+STATE = ("keys", "values", "rotated", "score", "positions", "origins")
 
 
 class EvictingLayer(CacheLayerMixin):
@@ -26,6 +28,13 @@ class EvictingLayer(CacheLayerMixin):
     comes here (`attend`), since what stays depends on it. Eviction to the budget happens before a forward when all
     slots are full (`EvictingCache` does it for all layers at once), and after a forward that does not fit.
     """
+
+    keys: Tensor  # these four are None until the first update
+    values: Tensor
+    score: Tensor  # [batch, kv_heads, capacity] fp32, 0 in free slots
+    positions: Tensor  # the same, int32; in free slots the position that a token there will have
+    rotated: Tensor | None  # keys at their rank, where positions are in the cache
+    origins: Tensor | None  # int32, where the model put each key, once that differs from `positions`
 
     is_compileable = False
     is_croppable = False
@@ -40,11 +49,8 @@ class EvictingLayer(CacheLayerMixin):
         self._clear()
 
     def _clear(self) -> None:
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
-        self.rotated: Tensor | None = None  # keys at their rank, where positions are in the cache
-        self.score: Tensor | None = None  # [batch, kv_heads, capacity] fp32, 0 in free slots
-        self.positions: Tensor | None = None  # int32; in free slots the position that a token there would have
+        for name in STATE:
+            setattr(self, name, None)
         self.rerotation: Rerotation | None = None
         self.is_initialized = False
         self.length = 0
@@ -65,15 +71,19 @@ class EvictingLayer(CacheLayerMixin):
         batch, heads, _, head_dim = key_states.shape
         shape = (batch, heads, self.budget.capacity)
         dims = (head_dim, value_states.shape[3])
-        self.keys, self.values, self.score, self.positions = allocate(self.budget, shape, dims, key_states)
+        buffers = allocate(self.budget, shape, dims, key_states)
+        self.keys, self.values = buffers[:2]  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.score, self.positions = buffers[2:]
         self.device, self.batch_size = key_states.device, batch
         self.holds = (batch, heads, head_dim, key_states.dtype, key_states.device)
         self.padding = self.empty = (0,) * batch
         self.is_initialized = True
         self._number_free_slots()
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-        """Take in new keys and values; the keys come back with a tag that leads their attention here.
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Take in new keys and values, `[batch, kv_heads, n, (v_)head_dim]`; `attend` is to follow.
 
         Raises:
             StateError: another batch size, head count, dtype or device than what is held, or keys that are not finite.
@@ -82,14 +92,23 @@ class EvictingLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.staged = (key_states, value_states)
-        return tag(key_states, self), value_states
+        return key_states, value_states
 
     def get_seq_length(self) -> int:
         """Tokens seen, not slots in use: transformers slices inputs and numbers positions by it."""
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Ask for the new tokens' part of the mask only: what was seen before no longer lies in columns."""
+        """Ask for the new tokens' part of the mask only: what was seen before no longer lies in columns.
+
+        Raises:
+            StateError: there are no new tokens, as when `generate` is given no more ids than the cache has seen.
+        """
+        if query_length == 0:
+            raise StateError(
+                f"no new tokens: the cache has seen {self.seen}. generate takes ids without a longer attention_mask "
+                "for the whole conversation: pass all ids, or the new ones with a mask over all"
+            )
         return ChunkLength(query_length, self), self.seen
 
     def get_max_length(self) -> int:
@@ -133,7 +152,7 @@ class EvictingLayer(CacheLayerMixin):
         if indices.dtype == torch.bool:
             indices = indices.nonzero().flatten()
         with torch.inference_mode(False), torch.no_grad():
-            for name in ("keys", "values", "rotated", "score", "positions"):
+            for name in STATE:
                 if getattr(self, name) is not None:
                     setattr(self, name, getattr(self, name).index_select(0, indices))
         if len(set(self.padding)) > 1 or len(set(self.empty)) > 1:
@@ -164,7 +183,7 @@ class EvictingLayer(CacheLayerMixin):
 
     def state(self) -> list[Tensor]:
         """Every tensor that the layer holds on to."""
-        return [t for t in (self.keys, self.values, self.rotated, self.score, self.positions) if t is not None]
+        return [tensor for name in STATE if (tensor := getattr(self, name)) is not None]
 
     def sorted_slots(self) -> tuple[Tensor, Tensor]:
         """`(positions, score)` of the live slots, `[batch, kv_heads, length]` int64 and fp32, by ascending position."""
@@ -175,6 +194,8 @@ class EvictingLayer(CacheLayerMixin):
 
     def attend(self, query: Tensor, call: AttentionCall) -> Tensor:
         """Attention of the staged tokens' queries over the live slots and themselves; then the tokens are in.
+
+        An exception leaves the layer as it was, or with more tokens seen than its fellow layers.
 
         Args:
             query: `[batch, query_heads, n, head_dim]`, rotated by the model like the staged keys.
@@ -187,14 +208,13 @@ class EvictingLayer(CacheLayerMixin):
             with torch.no_grad():
                 return self.attend(query, call)
         keys, values = self.staged
-        positions = None if call.real is None else self._chunk_positions(call.real)
+        self.staged = None
+        positions = None if call.real is None else self.chunk_positions(call.real, keys.shape[2])
         rotated = None
         if self.rerotation is not None:
-            query, rotated = self._rotate_chunk(query, keys, positions)
+            query, rotated = self._rotate_chunk(query, keys, positions, call)
         take_in = self._append if self.length + keys.shape[2] <= self.budget.capacity else self._overflow
-        output = take_in(query, keys, values, rotated, positions, call)
-        self.staged = None
-        return output
+        return take_in(query, keys, values, rotated, positions, call)
 
     def _append(
         self,
@@ -208,10 +228,14 @@ class EvictingLayer(CacheLayerMixin):
         """The new tokens fit behind the live slots (or into the hole that an eviction left)."""
         self._write(self.keys, keys)
         self._write(self.values, values)
-        if rotated is not None:
+        if rotated is not None and self.rotated is not None:
             self._write(self.rotated, rotated)
         if positions is not None:
             self._write(self.positions[..., None], positions[:, None, :, None].expand(*keys.shape[:3], 1))
+        if self.origins is not None:
+            origins = self._chunk_origins(positions, call, keys.shape[2])
+            self._write(self.origins[..., None], origins[:, None, :, None].expand(*keys.shape[:3], 1))
+        if positions is not None:
             self._count_padding(call.real, len(self.padding) * (0,))
         n = keys.shape[2]
         self.hole = None
@@ -277,15 +301,16 @@ class EvictingLayer(CacheLayerMixin):
         call: AttentionCall,
     ) -> Tensor:
         """More new tokens than slots: attend over held and new ones, then keep of both what the budget allows."""
-        batch, heads, n, _ = keys.shape
+        n = keys.shape[2]
         live = self.keys if self.rotated is None else self.rotated
         sources = [(keys if rotated is None else rotated, values)]
         if self.length > 0:
             sources.insert(0, (live[:, :, : self.length], self.values[:, :, : self.length]))
-        new_positions = self._chunk_positions(None, n) if positions is None else positions
-        all_positions = torch.cat(
-            (self.positions[:, :, : self.length], new_positions[:, None].expand(batch, heads, n)), dim=-1
-        )
+        new_positions = self.chunk_positions(None, n) if positions is None else positions
+        all_positions = self._with_chunk(self.positions, new_positions)
+        all_origins = None
+        if self.origins is not None:
+            all_origins = self._with_chunk(self.origins, self._chunk_origins(positions, call, n))
         valid = all_positions >= 0 if positions is not None or any(self.empty) else None
         output, mass = prefill_attention(
             query,
@@ -302,17 +327,19 @@ class EvictingLayer(CacheLayerMixin):
             self.policy.observe(score, mass)
         self.seen += n
         totals = self._count_padding(call.real, tuple(held + n for held in self.held))
-        self._keep_budget(score, all_positions, totals, (keys, values))
+        over = [total > self.budget.capacity for total in totals]  # these go down to the budget, the others keep all
+        keep = [self.budget.slots if too_many else total for too_many, total in zip(over, totals, strict=True)]
+        eviction = plan_eviction(
+            score, all_positions, self.policy, self.budget, self.following(), keep, self.length, all_origins
+        )
+        self.evictions += any(over)
+        self.apply(eviction, keep, (keys, values))
         return output
 
-    def _keep_budget(
-        self, score: Tensor, positions: Tensor, totals: tuple[int, ...], chunk: tuple[Tensor, Tensor]
-    ) -> None:
-        """Rows that hold more than their slots go down to the budget, the others keep all."""
-        keep = [self.budget.slots if total > self.budget.capacity else total for total in totals]
-        eviction = plan_eviction(score, positions, self.policy, self.budget, self.following(), keep, self.length)
-        self.evictions += any(total > self.budget.capacity for total in totals)
-        self.apply(eviction, keep, chunk)
+    def _with_chunk(self, bookkeeping: Tensor, chunk: Tensor) -> Tensor:
+        """`[batch, kv_heads, length + n]`: the live slots' numbers and, the same for all heads, the new tokens'."""
+        live = bookkeeping[:, :, : self.length]
+        return torch.cat((live, chunk[:, None].expand(-1, live.shape[1], -1)), dim=-1)
 
     # ---- eviction
 
@@ -337,6 +364,8 @@ class EvictingLayer(CacheLayerMixin):
         self.empty = tuple(self.length - kept for kept in keep)
         self.score.copy_(eviction.score)
         self.positions.copy_(eviction.positions)
+        if self.origins is not None and eviction.origins is not None:
+            self.origins.copy_(eviction.origins)
         self._rotate_slots()
 
     def open_hole(self, victim: Tensor) -> None:
@@ -354,7 +383,7 @@ class EvictingLayer(CacheLayerMixin):
 
     # ---- padding
 
-    def _chunk_positions(self, real: Tensor | None, n: int = 0) -> Tensor:
+    def chunk_positions(self, real: Tensor | None, n: int) -> Tensor:
         """`[batch, n]` int32: positions of the new tokens, -1 for padding."""
         if real is None:
             return positions_ahead(self.following(), n)
@@ -376,30 +405,44 @@ class EvictingLayer(CacheLayerMixin):
         self.rerotation = rerotation
         self._rotate_slots()
 
+    def track_origins(self) -> None:
+        """From now on the model's positions are not ours (position ids of the caller's own, or padding counted)."""
+        if self.origins is None and self.is_initialized:
+            with torch.inference_mode(False), torch.no_grad():
+                self.origins = self.positions.clone()
+
+    def _chunk_origins(self, positions: Tensor | None, call: AttentionCall, n: int) -> Tensor:
+        """`[batch, n]` int32: where the model put the new tokens."""
+        if call.position_ids is not None:
+            return call.position_ids.to(self.device, torch.int32).expand(self.batch_size, n)
+        return self.chunk_positions(None, n) if positions is None else positions
+
     def _rotate_slots(self) -> None:
-        """Rotate every live key from the position at which the model wrote it to its present rank."""
+        """Rotate every live key from where the model put it to its present rank."""
         if self.rerotation is None or not self.is_initialized:
             return
         if self.rotated is None:
-            with torch.inference_mode(False), torch.no_grad():
-                self.rotated = torch.empty_like(self.keys)
+            self.rotated = allocate_rotated(self.keys)
         length = self.length + (self.hole is not None)
-        positions = self.positions[:, :, :length]
+        origins = self.positions if self.origins is None else self.origins
         self.rotated[:, :, :length] = self.rerotation(
-            self.keys[:, :, :length], positions.clamp(min=0), ranks(positions)
+            self.keys[:, :, :length], origins[:, :, :length].clamp(min=0), ranks(self.positions[:, :, :length])
         )
 
-    def _rotate_chunk(self, query: Tensor, keys: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _rotate_chunk(
+        self, query: Tensor, keys: Tensor, positions: Tensor | None, call: AttentionCall
+    ) -> tuple[Tensor, Tensor]:
         """New queries and keys at the ranks behind the held ones."""
         assert self.rerotation is not None
         if self.rotated is None:
             self._rotate_slots()
+        n = keys.shape[2]
+        origins = self._chunk_origins(positions, call, n)
         if positions is None:
-            positions = self._chunk_positions(None, keys.shape[2])
+            positions = self.chunk_positions(None, n)
         behind = [held - position for held, position in zip(self.held, self.next_positions, strict=True)]
         shift = torch.tensor(behind, dtype=torch.int32, device=self.device)[:, None]
-        old = positions.clamp(min=0)[:, None]
-        new = (positions + shift).clamp(min=0)[:, None]
+        old, new = origins.clamp(min=0)[:, None], (positions + shift).clamp(min=0)[:, None]
         return self.rerotation(query, old, new), self.rerotation(keys, old, new)
 
     # ---- checks
@@ -417,8 +460,8 @@ class EvictingLayer(CacheLayerMixin):
                 )
         if (keys.is_cpu or keys.shape[2] > 1) and not _is_finite(keys):
             raise StateError(
-                f"layer {self.index} was given keys with NaN or infinite entries: the model's activations overflowed or "
-                "its weights are broken; nothing was written"
+                f"layer {self.index} was given keys with NaN or infinite entries: the model's activations overflowed "
+                "or its weights are broken; nothing was written"
             )
 
 

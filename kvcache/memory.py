@@ -1,7 +1,8 @@
 """Bytes: allocating a layer's slots, and saying beforehand what they take."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ def slot_bytes(head_dim: int, v_head_dim: int, element_size: int, ranked: bool =
 
 
 def allocate(
-    budget: LayerBudget, shape: tuple[int, int, int], dims: Sequence[int], like: Tensor
+    budget: LayerBudget, shape: tuple[int, int, int], dims: tuple[int, int], like: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Keys, values, score and positions of a layer, never tied to inference mode.
 
@@ -30,20 +31,37 @@ def allocate(
     Raises:
         CacheMemoryError: not enough memory.
     """
+    with _or_say_what_fits(shape, slot_bytes(*dims, like.element_size()), budget.margin, like.device):
+        keys, values = (torch.empty(*shape, dim, dtype=like.dtype, device=like.device) for dim in dims)
+        score = torch.zeros(shape, dtype=torch.float32, device=like.device)
+        positions = torch.full(shape, -1, dtype=torch.int32, device=like.device)
+    return keys, values, score, positions
+
+
+def allocate_rotated(keys: Tensor) -> Tensor:
+    """A second buffer like `keys` `[batch, kv_heads, capacity, head_dim]`, for keys at their ranks.
+
+    Raises:
+        CacheMemoryError: not enough memory.
+    """
+    with _or_say_what_fits(tuple(keys.shape[:3]), keys.shape[3] * keys.element_size(), 0, keys.device):
+        return torch.empty_like(keys)
+
+
+@contextmanager
+def _or_say_what_fits(shape: tuple[int, ...], per_slot: int, margin: int, device: torch.device) -> Iterator[None]:
+    """Allocate within this: outside inference mode, and with an error that helps when memory is short."""
+    batch, heads, capacity = shape
     try:
         with torch.inference_mode(False), torch.no_grad():
-            keys, values = (torch.empty(*shape, dim, dtype=like.dtype, device=like.device) for dim in dims)
-            score = torch.zeros(shape, dtype=torch.float32, device=like.device)
-            positions = torch.full(shape, -1, dtype=torch.int32, device=like.device)
+            yield
     except RuntimeError as error:  # torch.OutOfMemoryError is one
-        per_slot = shape[0] * shape[1] * slot_bytes(*dims, like.element_size())
-        free = free_bytes(like.device)
+        free, needed = free_bytes(device), batch * heads * per_slot
         raise CacheMemoryError(
-            f"{shape[2]:,} slots per head (batch {shape[0]}, {shape[1]} KV heads) take {per_slot * shape[2]:,} bytes for "
-            f"each layer and {like.device} has {free:,} free: at most {max(0, free // per_slot - budget.margin):,} slots "
-            "would fit one layer; divide by the number of layers and lower the budget or the batch"
+            f"{capacity:,} slots per head (batch {batch}, {heads} KV heads) take {needed * capacity:,} bytes for each "
+            f"layer and {device} has {free:,} free: at most {max(0, free // needed - margin):,} slots would fit one "
+            "layer; divide by the number of layers and lower the budget or the batch"
         ) from error
-    return keys, values, score, positions
 
 
 def free_bytes(device: torch.device) -> int:

@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvcache.errors import NotRoutedError, StateError, UnsupportedModelError
 
 if TYPE_CHECKING:
+    from kvcache.cache import EvictingCache
     from kvcache.layer import EvictingLayer
 
 # An opaque name: transformers searches implementation names for "flash", "sdpa", "flex", "paged|" and "/".
@@ -33,12 +34,14 @@ class AttentionCall(NamedTuple):
 
     scaling: factor on the logits. softcap: Gemma 2's. sink_logits: `[query_heads]`, gpt-oss'.
     real: `[batch, n]` bool, False where a new token is padding; None: none is.
+    position_ids: `[batch or 1, n]`, where the model put the new tokens; None where it does not say.
     """
 
     scaling: float
     softcap: float | None = None
     sink_logits: Tensor | None = None
     real: Tensor | None = None
+    position_ids: Tensor | None = None
 
 
 class ChunkLength(int):
@@ -71,17 +74,16 @@ def attention_path(device: str) -> str:
     return f"torch operations ({device}): bmm and softmax for decode, row blocks for prefill"
 
 
-def tag(keys: Tensor, layer: "EvictingLayer") -> Tensor:
-    """The same keys as a fresh tensor object that leads its attention to `layer`."""
+def tag(keys: Tensor, cache: "EvictingCache", layer: "EvictingLayer") -> Tensor:
+    """The same keys as a fresh tensor object that leads its attention to `layer` of `cache`."""
     tagged = keys.detach()
-    setattr(tagged, TAG, layer)
+    setattr(tagged, TAG, (cache, layer))
     return tagged
 
 
 def _attention_over(previous: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """Our attention function for models whose implementation was `previous`."""
 
-    @torch.compiler.disable
     def evicting_attention(
         module: torch.nn.Module,
         query: Tensor,
@@ -91,19 +93,23 @@ def _attention_over(previous: str) -> Callable[..., tuple[Tensor, Tensor | None]
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        layer = getattr(key, TAG, None)
-        if layer is None:
+        tagged = getattr(key, TAG, None)
+        if tagged is None:
             delegate = _attention_function(previous, module)
             return delegate(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        cache, layer = tagged
         if layer.staged is None:
             raise NotRoutedError(
                 f"layer {layer.index}: attention was called twice for one update, as models that share keys between "
                 "layers do; they are not supported: use DynamicCache"
             )
-        output = layer.attend(query, _call(layer, query, attention_mask, scaling, kwargs))
+        try:
+            output = cache.attend(layer, query, _call(layer, query, attention_mask, scaling, kwargs))
+        finally:
+            layer.staged = None
         return _inference_only(output, query), None
 
-    return evicting_attention
+    return torch.compiler.disable(evicting_attention)  # pyright: ignore[reportReturnType]
 
 
 def _attention_function(name: str, module: torch.nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -112,7 +118,9 @@ def _attention_function(name: str, module: torch.nn.Module) -> Callable[..., tup
     return ALL_ATTENTION_FUNCTIONS[name]
 
 
-def _call(layer: "EvictingLayer", query: Tensor, mask: Any, scaling: float | None, kwargs: dict[str, Any]) -> AttentionCall:
+def _call(
+    layer: "EvictingLayer", query: Tensor, mask: Any, scaling: float | None, kwargs: dict[str, Any]
+) -> AttentionCall:
     if kwargs.get("position_bias") is not None:
         raise UnsupportedModelError("attention with a position bias (T5, ALiBi) cannot be evicted: use DynamicCache")
     return AttentionCall(
@@ -120,7 +128,13 @@ def _call(layer: "EvictingLayer", query: Tensor, mask: Any, scaling: float | Non
         kwargs.get("softcap"),
         kwargs.get("s_aux"),
         _real_tokens(layer, query, mask),
+        _position_ids(kwargs.get("position_ids")),
     )
+
+
+def _position_ids(given: Any) -> Tensor | None:
+    """Ids with one axis; several (M-RoPE) are of no use, since such a model's keys are never rotated again."""
+    return given if isinstance(given, Tensor) and given.ndim == 2 else None
 
 
 def _real_tokens(layer: "EvictingLayer", query: Tensor, mask: Any) -> Tensor | None:
@@ -140,7 +154,6 @@ def _real_tokens(layer: "EvictingLayer", query: Tensor, mask: Any) -> Tensor | N
 def _mask_over(previous: str) -> Callable[..., Any]:
     """Our mask function for models whose implementation was `previous`."""
 
-    @torch.compiler.disable
     def evicting_mask(*args: Any, **kwargs: Any) -> Any:
         length = kwargs.get("kv_length")
         if isinstance(length, ChunkLength):
@@ -148,7 +161,7 @@ def _mask_over(previous: str) -> Callable[..., Any]:
         delegate = ALL_MASK_ATTENTION_FUNCTIONS.get(previous)
         return None if delegate is None else delegate(*args, **kwargs)
 
-    return evicting_mask
+    return torch.compiler.disable(evicting_mask)  # pyright: ignore[reportReturnType]
 
 
 def _padding_of_chunk(length: ChunkLength, kwargs: dict[str, Any]) -> Tensor | None:
@@ -159,8 +172,8 @@ def _padding_of_chunk(length: ChunkLength, kwargs: dict[str, Any]) -> Tensor | N
     """
     if kwargs.get("mask_function") is not causal_mask_function:
         raise UnsupportedModelError(
-            "this model changes the causal mask (bidirectional or packed spans), which an evicting cache cannot follow: "
-            "use DynamicCache"
+            "this model changes the causal mask (bidirectional or packed spans), which an evicting cache cannot "
+            "follow; use DynamicCache"
         )
     mask, layer, n = kwargs.get("attention_mask"), length.layer, int(length)
     if mask is None:

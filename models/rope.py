@@ -4,7 +4,6 @@ import importlib
 import inspect
 import re
 from dataclasses import dataclass
-from os.path import commonprefix
 from types import ModuleType
 from typing import Any
 
@@ -61,8 +60,8 @@ def find_rope(config: PreTrainedConfig) -> Rope:
 
 def _unsupported(text: PreTrainedConfig, reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f'{text.model_type}: keys cannot be rotated to a position in the cache, since {reason}. Use positions="absolute" '
-        "and stay within the trained length"
+        f"{text.model_type}: keys cannot be rotated to a position in the cache, since {reason}. Use "
+        'positions="absolute" and stay within the trained length'
     )
 
 
@@ -74,8 +73,13 @@ def _parameters(text: PreTrainedConfig) -> dict[str, Any]:
 def _embedding_class(module: ModuleType, config_name: str) -> type | None:
     """Of the module's rotary embedding classes the one named most like the config, vision towers left out."""
     names = [name for name in vars(module) if name.endswith("RotaryEmbedding") and "Vision" not in name]
-    best = max(names, key=lambda name: len(commonprefix([name, config_name])), default=None)
+    best = max(names, key=lambda name: _common_start(name, config_name), default=None)
     return None if best is None else getattr(module, best)
+
+
+def _common_start(one: str, other: str) -> int:
+    """How many leading characters two names share."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _refuse_conditional_rotation(text: PreTrainedConfig, module: ModuleType) -> None:

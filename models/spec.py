@@ -1,5 +1,6 @@
 """What the engine must know of a model, read from its config: which layers it manages, and their shapes."""
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ class UnsupportedModelError(ValueError):
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One decoder layer. `managed`: a full-attention layer whose slots the engine evicts; others keep their own cache."""
+    """One decoder layer. `managed`: full attention, whose slots the engine evicts; others keep their own cache."""
 
     kind: str
     managed: bool
@@ -40,8 +41,8 @@ def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
         )
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
-            f"{config.model_type} is an encoder-decoder: its cross-attention cache does not grow and its decoder is not "
-            "managed; use transformers' EncoderDecoderCache"
+            f"{config.model_type} is an encoder-decoder: its cross-attention cache does not grow and its decoder is "
+            "not managed; use transformers' EncoderDecoderCache"
         )
     return config.get_text_config(decoder=True)
 
@@ -79,12 +80,13 @@ def describe(config: PreTrainedConfig) -> ModelSpec:
 
 
 def _refuse_foreign_attention(text: PreTrainedConfig) -> None:
+    """A modeling file that never imports the attention interface computes attention by itself."""
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING):
         if type(text) in mapping:
-            if not getattr(mapping[type(text)], "_supports_attention_backend", False):
+            if not hasattr(sys.modules[mapping[type(text)].__module__], "ALL_ATTENTION_FUNCTIONS"):
                 raise UnsupportedModelError(
-                    f"{text.model_type}'s attention does not go through transformers' attention interface, so the cache "
-                    "would never see the queries: use DynamicCache"
+                    f"{text.model_type}'s attention does not go through transformers' attention interface, so the "
+                    "cache would never see the queries: use DynamicCache"
                 )
             return
 

@@ -49,7 +49,7 @@ class Kind:
         return "absolute" if model.config.model_type == "gpt2" else self.positions
 
 
-def _evicting(config: Any, budget: dict[str, Any], positions: str) -> Any:
+def _evicting(config: Any, budget: dict[str, Any], positions: Any) -> Any:
     return EvictingCache(config=config, policy=HeavyHitters(), budget=Budget(**budget), positions=positions)
 
 

@@ -137,7 +137,9 @@ def test_a_left_padded_row_equals_the_row_alone(name: str, kind: Kind) -> None:
         alone = generate(model, own, ids[row : row + 1, 26 - length :], 14, **options)
         assert together.sequences[row, 26:].tolist() == alone.sequences[0, length:].tolist()
         for step, (batched, single) in enumerate(zip(together.logits, alone.logits, strict=True)):
-            assert_close(batched[row], single[0], f"row {row}, step {step}")
+            # The linear layers compute padded prompts in float32, with DynamicCache too.
+            tolerance = 1e-4 if name == "qwen3_next" else helpers.TOLERANCE
+            assert_close(batched[row], single[0], f"row {row}, step {step}", tolerance)
         for layer in helpers.managed_layers(cache):
             assert helpers.kept(cache, layer)[row] == helpers.kept(own, layer)[0], f"row {row}, layer {layer}"
 
@@ -263,7 +265,7 @@ PER_LAYER: dict[str, Any] = {"sinks": [1, 3, 0], "window": [2, 5, 9], "heavy_hit
 @pytest.mark.fast
 @pytest.mark.parametrize("policy", [HeavyHitters(), Recency()], ids=["heavy_hitters", "recency"])
 @pytest.mark.parametrize("positions", ["absolute", "cache"])
-def test_per_layer_budgets(policy: Any, positions: str) -> None:
+def test_per_layer_budgets(policy: Any, positions: Any) -> None:
     model = model_named("llama")
     cache = EvictingCache(config=model.config, policy=policy, budget=Budget(**PER_LAYER), positions=positions)
     name = "recency" if isinstance(policy, Recency) else "heavy_hitters"
@@ -333,7 +335,8 @@ def test_deepseek_is_refused_or_right() -> None:
 @pytest.mark.parametrize("name", helpers.tiny.REFUSED)
 def test_refused_architectures(name: str) -> None:
     """At construction or first use, and the model works as before."""
-    model, ids = helpers.model_of(name, dtype=torch.float32, attn_implementation=None), tokens(1, 12)
+    model: Any = helpers.model_of(name, dtype=torch.float32, attn_implementation=None)
+    ids = tokens(1, 12)
     options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     before = model.generate(input_ids=ids, **options).tolist()
     message = refusal(lambda: generate(model, h2o(model), ids, 4))

@@ -202,7 +202,7 @@ def test_rows_of_a_hybrid_take_their_native_layers_along(name: str) -> None:
 def test_row_operations_on_an_empty_cache_do_nothing() -> None:
     """transformers calls them before the first forward, too."""
     model = model_named("llama")
-    cache = h2o(model)
+    cache: Any = h2o(model)
     cache.reorder_cache(torch.tensor([1, 0]))
     cache.batch_repeat_interleave(2)
     cache.batch_select_indices(torch.tensor([0]))
@@ -314,7 +314,7 @@ def test_two_caches_interleaved_on_one_model() -> None:
 @pytest.mark.fast
 def test_two_models_of_one_config_object() -> None:
     """The second model has the same config object: routing follows the config, tokens must not mix."""
-    first = helpers.model_of("llama")
+    first: Any = helpers.model_of("llama")
     second = type(first)(first.config).to(torch.float64).eval()
     pairs = [KINDS["sink_h2o"].pair(model, KINDS["sink_h2o"].budget(2)) for model in (first, second)]
     for i, n in enumerate([15, 1, 1, 1, 1]):

@@ -34,7 +34,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def pair_of(model: PreTrainedModel, positions: str, policy: str = "heavy_hitters", **sizes: Any) -> helpers.Pair:
+def pair_of(model: PreTrainedModel, positions: Any, policy: str = "heavy_hitters", **sizes: Any) -> helpers.Pair:
     sizes = {**SIZES, **sizes}
     chosen = HeavyHitters() if policy == "heavy_hitters" else Recency()
     cache = EvictingCache(config=model.config, policy=chosen, budget=Budget(**sizes), positions=positions)

@@ -27,7 +27,7 @@ def h2o(model: Any, **changes: Any) -> SinkH2OCache:
     return SinkH2OCache(config=model.config, **{**GOOD, **changes})
 
 
-def used(model: Any, batch: int = 1) -> SinkH2OCache:
+def used(model: Any, batch: int = 1) -> Any:
     """A cache that has evicted."""
     cache = h2o(model)
     with torch.no_grad():
@@ -223,7 +223,7 @@ def test_other_heads() -> None:
 
 @pytest.mark.parametrize("n", [1, 4])
 def test_keys_that_are_not_numbers(n: int) -> None:
-    model = helpers.model_of("llama")
+    model: Any = helpers.model_of("llama")
     cache = used(model)
     before = state_of(cache)
     weight = model.get_input_embeddings().weight
