@@ -31,6 +31,7 @@ SINKS = 4
 MEBIBYTE = 1 << 20
 FULL, EVICTING = "full cache", "SinkH2OCache"
 COLOURS = {FULL: "#8a8a8a", EVICTING: "#1f6fb4"}
+TASK = "Tell this story again in your own words, in simple modern English."
 CHAPTERS = (37, 39, 40, 41, 42, 43, 44, 45)  # of Genesis: the story of Joseph
 
 
@@ -65,9 +66,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--prompt-tokens", type=int, default=3200, help="of the text's beginning (default: 3200)")
     parser.add_argument("--max-new-tokens", type=int, default=400, help="(default: 400)")
-    parser.add_argument(
-        "--repetition-penalty", type=float, default=1.15, help="small models loop without (default: 1.15)"
-    )
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the chart and the figures")
     return parser
 
@@ -76,7 +74,7 @@ def _run(options: argparse.Namespace, console: Console) -> dict[str, Generation]
     text = story() if options.prompt_file is None else options.prompt_file.read_text(encoding="utf-8")
     with console.status("loading the model"):
         model, tokenizer = load(options.model)
-    ids = tokenizer(text, return_tensors="pt").input_ids[:, : options.prompt_tokens]
+    ids = _prompt(tokenizer, text, options.prompt_tokens)
     slots = ids.shape[1] // 4
     if slots < 64 or options.max_new_tokens < 2:
         raise ValueError(f"{ids.shape[1]} prompt tokens and {options.max_new_tokens} new ones show nothing: take more")
@@ -87,19 +85,32 @@ def _run(options: argparse.Namespace, console: Console) -> dict[str, Generation]
             config=model.config, sinks=SINKS, window=slots - SINKS - half, heavy_hitters=half
         ),
     }
-    console.print(f"the prompt, {ids.shape[1]:,} tokens, ends: ... {tokenizer.decode(ids[0, -40:])}", highlight=False)
+    console.print(f"the prompt, {ids.shape[1]:,} tokens, begins: {text[:70].strip()} ...", highlight=False)
+    console.print(f"and ends: {TASK}", highlight=False)
     results = {}
     for name, make in caches.items():
         console.rule(name if name == FULL else f"{name}: {slots} tokens per layer and head, a quarter of the prompt")
-        results[name] = _stream(
-            console, model, tokenizer, ids, make(), options.max_new_tokens, options.repetition_penalty
-        )
+        results[name] = _stream(console, model, tokenizer, ids, make(), options.max_new_tokens)
     return results
 
 
+def _prompt(tokenizer: Any, text: str, length: int) -> torch.Tensor:
+    """`[1, tokens]`: whole sentences of the first `length` tokens, and the task, as a user's message if possible."""
+    passage = tokenizer.decode(tokenizer(text).input_ids[:length])
+    passage = passage[: passage.rfind(".") + 1] or passage
+    message = f"{passage}\n\n{TASK}"
+    if tokenizer.chat_template is None:
+        return tokenizer(message, return_tensors="pt").input_ids
+    chat = [{"role": "user", "content": message}]
+    return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)[
+        "input_ids"
+    ]
+
+
 def _stream(
-    console: Console, model: Any, tokenizer: Any, ids: torch.Tensor, cache: Cache, new_tokens: int, penalty: float
+    console: Console, model: Any, tokenizer: Any, ids: torch.Tensor, cache: Cache, new_tokens: int
 ) -> Generation:
+    torch.manual_seed(0)
     with console.status("reading the prompt") as reading:
 
         def write(text: str) -> None:
@@ -114,8 +125,10 @@ def _stream(
             max_new_tokens=new_tokens,
             min_new_tokens=new_tokens,  # equal lengths, so that the curves compare
             write=write,
-            do_sample=False,
-            repetition_penalty=penalty,
+            do_sample=True,  # a model of this size loops when it is greedy, with any cache
+            temperature=0.7,
+            top_p=0.9,
+            repetition_penalty=1.1,
         )
     print()
     return result
@@ -182,6 +195,7 @@ def draw(results: dict[str, Generation], file: Path) -> None:
     for axes, top in ((memory, None), (speed, slowest * 1.4)):
         axes.set_xlabel("tokens in the text so far (prompt and answer)")
         axes.set_ylim(0, top)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, loc="center right" if axes is memory else "lower right")

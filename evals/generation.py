@@ -15,7 +15,7 @@ from transformers import Cache, LlamaForCausalLM, PreTrainedModel, PreTrainedTok
 from kvcache.cache import EvictingCache
 
 # transformers 5.24 renamed the argument and warns about the old name.
-_CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def generate(
         "max_new_tokens": max_new_tokens,
         "pad_token_id": padding,
         "streamer": recorder,
-        _CACHE: cache,
+        CACHE_ARGUMENT: cache,
         **options,
     }
     decoder: Any = model

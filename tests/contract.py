@@ -68,6 +68,9 @@ NAMED = ("sink_h2o", "streaming_llm")
 MODELS: dict[str, dict[str, Any]] = {name: {} for name in helpers.tiny.ARCHITECTURES if name != "deepseek_v3"}
 del MODELS["mistral"]
 MODELS["mistral_full"] = {"sliding_window": None}
+# Not the usual scale of one over the square root of the head's dimension.
+MODELS["gemma2"] = MODELS["gemma3"] = {"query_pre_attn_scalar": 20}
+MODELS["gpt2"] = {"scale_attn_by_inverse_layer_idx": True}
 
 
 @functools.cache

@@ -32,7 +32,8 @@ def _tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _save(folder: Path, architecture: str, template: str | None = None, **overrides: Any) -> str:
+def save(folder: Path, architecture: str, template: str | None = None, **overrides: Any) -> str:
+    """A tiny model and its tokenizer in a folder; the folder's name."""
     tiny.build(architecture, **overrides).save_pretrained(folder)
     _tokenizer(template).save_pretrained(folder)
     return str(folder)
@@ -40,12 +41,12 @@ def _save(folder: Path, architecture: str, template: str | None = None, **overri
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return _save(tmp_path_factory.mktemp("llama"), "llama")
+    return save(tmp_path_factory.mktemp("llama"), "llama")
 
 
 @pytest.fixture(scope="module")
 def chatty(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return _save(tmp_path_factory.mktemp("chatty"), "llama", TEMPLATE)
+    return save(tmp_path_factory.mktemp("chatty"), "llama", TEMPLATE)
 
 
 def _generate(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -129,7 +130,7 @@ def test_json_of_the_full_cache(llama: str, tmp_path: Path, capsys: pytest.Captu
 
 
 def test_sliding_layers_count_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, file = _save(tmp_path / "model", "gemma3"), tmp_path / "run.json"
+    folder, file = save(tmp_path / "model", "gemma3"), tmp_path / "run.json"
     _generate(capsys, "--model", folder, "--prompt", PROMPT, "--max-new-tokens", "3", "--json", str(file))
     result = json.loads(file.read_text())["result"]
     of_a_token = 2 * 24 * 4
@@ -266,7 +267,7 @@ def test_chat_without_a_template(llama: str, capsys: pytest.CaptureFixture[str])
 
 
 def test_a_model_that_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = _save(tmp_path, "bloom")
+    folder = save(tmp_path, "bloom")
     assert "bloom" in _refused(["generate", "--model", folder, "--prompt", "abc"], capsys)
     assert _generate(capsys, "--model", folder, "--prompt", "abc", "--max-new-tokens", "2", "--cache", "full")
 

@@ -109,6 +109,19 @@ def test_greedy_generate_equals_the_oracle() -> None:
             assert_same_kept(cache, oracle, f"{name} after generate", kind.policy == "heavy_hitters")
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("margin", [1, 3])
+def test_ties_lose_the_lowest_position_first(margin: int) -> None:
+    """Logits so large that every query gives all its mass to one key: most slots have exactly 0, others 1, 2 ..."""
+    model: Any = helpers.model_of("llama")
+    for layer in model.get_decoder().layers:
+        layer.self_attn.q_proj.weight.data.mul_(1e7)
+    pair = KINDS["evicting"].pair(model, KINDS["evicting"].budget(margin))
+    pair.step(*left_padded(tokens(2, 40), [40, 26]), what="prompt")
+    assert pair.oracle.closest == 0.0, "no tie had to be decided"
+    decode(pair, 2, 12, "ties")
+
+
 # -- padding -----------------------------------------------------------------------------------------------------------
 
 

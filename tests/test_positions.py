@@ -19,6 +19,19 @@ from tests.oracle import Oracle
 SIZES: dict[str, Any] = {"sinks": 2, "window": 4, "heavy_hitters": 3, "margin": 3}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+
+
+def longrope(trained: int) -> dict[str, Any]:
+    """Phi-3's scaling: other frequencies once a sequence is longer than `trained`."""
+    factors = {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6, "original_max_position_embeddings": trained}
+    return {
+        "max_position_embeddings": trained,
+        "original_max_position_embeddings": trained,
+        "rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, **factors},
+    }
+
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "partial": ("gpt_neox", {}),
@@ -174,13 +187,14 @@ def test_auto_starts_anew_after_reset() -> None:
 
 @pytest.mark.fast
 def test_auto_refuses_where_ranks_are_impossible_and_changes_nothing() -> None:
-    """GPT-2 within its trained length is fine; the forward that would leave it is refused, before anything happens."""
-    model = helpers.model_of("gpt2", max_position_embeddings=32)
+    """Within the trained length all is well; the forward that would leave it is refused before anything happens."""
+    model = helpers.model_of("phi3", **longrope(32))
     pair = pair_of(model, "auto")
     pair.oracle.positions = "absolute"
     feed(pair, [30, 1])
-    with pytest.raises(ValueError, match="32"):
-        helpers.call(model, pair.cache, tokens(2, 2), position_ids=torch.tensor([[30, 31]]))
+    for n in (2, 5):
+        with pytest.raises(UnsupportedModelError, match=r"(?s)32.*longrope"), torch.no_grad():
+            helpers.call(model, pair.cache, tokens(2, n))
     feed(pair, [1], seed=7)
 
 
@@ -196,25 +210,8 @@ def test_defaults() -> None:
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "learned": ("gpt2", {}, "gpt2"),
-    "dynamic": (
-        "llama",
-        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
-        "dynamic",
-    ),
-    "longrope": (
-        "phi3",
-        {
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 10000.0,
-                "short_factor": [1.0] * 6,
-                "long_factor": [2.0] * 6,
-                "original_max_position_embeddings": 128,
-            },
-            "original_max_position_embeddings": 128,
-        },
-        "longrope",
-    ),
+    "dynamic": ("llama", {"rope_parameters": DYNAMIC}, "dynamic"),
+    "longrope": ("phi3", longrope(128), "longrope"),
 }
 
 
