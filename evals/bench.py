@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,7 @@ class DecodeRow:
     cache: str
     seen: int
     slots: int
+    kv_bytes: int
     milliseconds: float
     ratio: float
 
@@ -159,9 +161,16 @@ def decode(model: PreTrainedModel, seen: Sequence[int], slots: int, margin: int,
     rows = []
     for (name, tokens), cache in caches.items():
         mine, full = times[f"{name}@{tokens}"], times[f"full@{tokens}"]
-        held = cache.stats().slots if isinstance(cache, EvictingCache) else cache.get_seq_length()
-        rows.append(DecodeRow(name, tokens, held, statistics.mean(mine) * 1e3, _ratio(mine, full)))
+        milliseconds = statistics.mean(mine) * 1e3
+        rows.append(DecodeRow(name, tokens, *_slots_and_bytes(cache), milliseconds, _ratio(mine, full)))
     return rows
+
+
+def _slots_and_bytes(cache: Cache) -> tuple[int, int]:
+    if isinstance(cache, EvictingCache):
+        return cache.stats().slots, cache.stats().bytes
+    layers: Any = cache.layers
+    return cache.get_seq_length(), sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
 
 
 @dataclass(frozen=True)
@@ -188,7 +197,9 @@ def overhead(model: PreTrainedModel, slots: int, margin: int, steps: int) -> lis
                 cache.update(k, v, index)
                 cache.attend(layer, q, call)  # noqa: B023
 
-        live = [(layer.keys.flatten(0, 1)[:, :slots].mT, layer.values.flatten(0, 1)[:, :slots]) for layer in cache.managed]
+        live = [
+            (layer.keys.flatten(0, 1)[:, :slots].mT, layer.values.flatten(0, 1)[:, :slots]) for layer in cache.managed
+        ]
         grouped = query.view(keys.shape[1], -1, query.shape[3])
 
         def core(live: list[tuple[Tensor, Tensor]] = live, grouped: Tensor = grouped) -> None:
@@ -255,7 +266,7 @@ def prefill(model: PreTrainedModel, lengths: Sequence[int], slots: int, rounds: 
         for name, make in makers.items():  # also the warm-up
             with _peak_memory() as peaks[name]:
                 run(make)
-        actions = {name: lambda make=make: run(make) for name, make in makers.items()}
+        actions: dict[str, Callable[[], object]] = {name: partial(run, make) for name, make in makers.items()}
         times = _interleaved(actions, rounds, f"prefill {length}")
         rows.append(
             PrefillRow(
@@ -342,7 +353,9 @@ def _table(title: str, rows: Sequence[Any]) -> Table:
     for name in asdict(rows[0]):
         table.add_column(name.replace("_", " "), justify="right")
     for row in rows:
-        values = (f"{v:.3f}" if isinstance(v, float) else f"{v:,}" if isinstance(v, int) else v for v in asdict(row).values())
+        values = (
+            f"{v:.3f}" if isinstance(v, float) else f"{v:,}" if isinstance(v, int) else v for v in asdict(row).values()
+        )
         table.add_row(*values)
     return table
 

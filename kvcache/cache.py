@@ -16,7 +16,7 @@ from kvcache.models.rope import Rope, find_rope
 from kvcache.models.spec import decoder_config, describe
 from kvcache.policies import HeavyHitters, Policy, Recency, Slots
 from kvcache.positions import Positions, Rerotation, check_positions
-from kvcache.routing import AttentionCall, route, tag
+from kvcache.routing import AttentionCall, route, tag, uncompiled
 from kvcache.stats import Stats, collect
 
 logger = logging.getLogger("kvcache")
@@ -81,7 +81,7 @@ class EvictingCache(Cache):
 
     # ---- transformers' interface
 
-    @torch.compiler.disable  # pyright: ignore[reportArgumentType]
+    @uncompiled
     def update(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:

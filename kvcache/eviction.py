@@ -15,9 +15,10 @@ from kvcache.policies import Policy, Slots
 class Eviction(NamedTuple):
     """What an eviction does. Every tensor may have a leading dimension of layers.
 
-    source: `[..., batch, kv_heads, moves]`, entries to copy. source_rows, target_rows: the rows of the flat buffers,
-    `[..., batch * kv_heads * moves]`. score, positions, origins: `[..., batch, kv_heads, capacity]`, the bookkeeping after it,
-    free slots included (score 0, and the position that a token there will have); origins may be None.
+    source: `[..., batch, kv_heads, moves]`, entries to copy.
+    source_rows, target_rows: `[..., batch * kv_heads * moves]`, the same as rows of the flat buffers.
+    score, positions, origins: `[..., batch, kv_heads, capacity]`, the bookkeeping after it, free slots included
+        (score 0, and the position that a token there will have); origins may be None.
     """
 
     source: Tensor

@@ -8,7 +8,7 @@ only channel between a cache and an attention function that exists in every tran
 import sys
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +27,12 @@ PREFIX = "kvcache_evicting_"
 TAG = "_kvcache_layer"
 _names: dict[str, str] = {}  # implementation that a model had -> the name of ours that delegates to it
 _lock = threading.Lock()
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def uncompiled(function: _Function) -> _Function:
+    """Keep torch.compile out: it would trace a cache's bookkeeping, and fails on `ChunkLength`."""
+    return cast("_Function", torch.compiler.disable(function))
 
 
 class AttentionCall(NamedTuple):
@@ -84,6 +90,7 @@ def tag(keys: Tensor, cache: "EvictingCache", layer: "EvictingLayer") -> Tensor:
 def _attention_over(previous: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """Our attention function for models whose implementation was `previous`."""
 
+    @uncompiled
     def evicting_attention(
         module: torch.nn.Module,
         query: Tensor,
@@ -109,7 +116,7 @@ def _attention_over(previous: str) -> Callable[..., tuple[Tensor, Tensor | None]
             layer.staged = None
         return _inference_only(output, query), None
 
-    return torch.compiler.disable(evicting_attention)  # pyright: ignore[reportReturnType]
+    return evicting_attention
 
 
 def _attention_function(name: str, module: torch.nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -154,6 +161,7 @@ def _real_tokens(layer: "EvictingLayer", query: Tensor, mask: Any) -> Tensor | N
 def _mask_over(previous: str) -> Callable[..., Any]:
     """Our mask function for models whose implementation was `previous`."""
 
+    @uncompiled
     def evicting_mask(*args: Any, **kwargs: Any) -> Any:
         length = kwargs.get("kv_length")
         if isinstance(length, ChunkLength):
@@ -161,7 +169,7 @@ def _mask_over(previous: str) -> Callable[..., Any]:
         delegate = ALL_MASK_ATTENTION_FUNCTIONS.get(previous)
         return None if delegate is None else delegate(*args, **kwargs)
 
-    return torch.compiler.disable(evicting_mask)  # pyright: ignore[reportReturnType]
+    return evicting_mask
 
 
 def _padding_of_chunk(length: ChunkLength, kwargs: dict[str, Any]) -> Tensor | None:
