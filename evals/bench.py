@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -55,11 +56,15 @@ def _seconds(action: Callable[[], object]) -> float:
 
 
 def _interleaved(actions: dict[str, Callable[[], object]], rounds: int, what: str) -> dict[str, list[float]]:
-    """Seconds of each action in each round; a round runs them one after the other."""
+    """Seconds of each action in each round; a round runs them one after the other.
+
+    Each round in another order: what ran before leaves its mark on the processor's caches.
+    """
     times: dict[str, list[float]] = {name: [] for name in actions}
+    shuffle = random.Random(0)
     for _ in track(range(rounds), description=what, console=Console(stderr=True)):
-        for name, action in actions.items():
-            times[name].append(_seconds(action))
+        for name in shuffle.sample(list(actions), len(actions)):
+            times[name].append(_seconds(actions[name]))
     return times
 
 
@@ -132,7 +137,7 @@ def _step(model: PreTrainedModel, cache: Cache) -> Callable[[], object]:
 
 @dataclass(frozen=True)
 class DecodeRow:
-    """Time per token of one cache; ratio: to DynamicCache holding all tokens seen, in the same run."""
+    """Median time per token of one cache; ratio: to DynamicCache holding all tokens seen, in the same run."""
 
     cache: str
     seen: int
@@ -145,7 +150,7 @@ class DecodeRow:
 def decode(model: PreTrainedModel, seen: Sequence[int], slots: int, margin: int, steps: int) -> list[DecodeRow]:
     """Time per token after `seen` tokens: DynamicCache, SinkH2O and StreamingLLM at `slots`, SinkH2O with room for all.
 
-    At least one eviction falls within the steps where `steps` exceeds `margin`; its cost is in the mean.
+    Steps with an eviction (one in `margin`) hardly move the median; `margins` measures their cost.
     """
     caches: dict[tuple[str, int], Cache] = {}
     for tokens in seen:
@@ -161,7 +166,7 @@ def decode(model: PreTrainedModel, seen: Sequence[int], slots: int, margin: int,
     rows = []
     for (name, tokens), cache in caches.items():
         mine, full = times[f"{name}@{tokens}"], times[f"full@{tokens}"]
-        milliseconds = statistics.mean(mine) * 1e3
+        milliseconds = statistics.median(mine) * 1e3
         rows.append(DecodeRow(name, tokens, *_slots_and_bytes(cache), milliseconds, _ratio(mine, full)))
     return rows
 
