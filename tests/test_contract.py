@@ -18,7 +18,7 @@ from tests.contract import KINDS, MODELS, NAMED, PLENTY, SINKS, SLOTS, Kind, mod
 from tests.helpers import assert_close, assert_same_kept, call, generate, left_padded, right_padded, tokens
 from tests.oracle import Oracle, positions_from_mask
 
-pytestmark = pytest.mark.contract
+pytestmark = [pytest.mark.contract, pytest.mark.usefixtures("poisoned_memory")]
 LENGTHS = (1, SINKS - 1, SLOTS - 1, SLOTS, SLOTS + 1, 10 * SLOTS)
 MARGINS = (1, 3, 16)
 fast_on_llama = [pytest.param(name, marks=pytest.mark.fast) if name == "llama" else name for name in MODELS]
@@ -178,6 +178,20 @@ def test_rows_that_are_padding_throughout_a_forward(kind: Kind) -> None:
     pair.step(*left_padded(tokens(3, 12), [12, 5, 1]), what="prompt")
     for i, lengths in enumerate([[1, 0, 1], [0, 1, 1], [3, 0, 2], [1, 1, 0], [9, 1, 0], [1, 1, 1], [1, 1, 1]]):
         pair.step(*left_padded(tokens(3, max(lengths), seed=i), lengths), what=f"forward {lengths}")
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("positions", ["absolute", "cache"])
+@pytest.mark.parametrize("policy", [HeavyHitters(), Recency()], ids=["heavy_hitters", "recency"])
+def test_slots_that_no_token_was_ever_written_to(policy: Any, positions: Any) -> None:
+    """Rows that hold fewer tokens than others leave slots empty between forwards: nothing may read them."""
+    model = model_named("llama")
+    sizes: dict[str, Any] = {"sinks": 0, "window": 3, "heavy_hitters": 0, "margin": 2}
+    cache = EvictingCache(config=model.config, policy=policy, budget=Budget(**sizes), positions=positions)
+    name = "recency" if isinstance(policy, Recency) else "heavy_hitters"
+    pair = helpers.Pair(model, cache, Oracle(model, **sizes, policy=name, positions=positions), name != "recency")
+    for i, lengths in enumerate([[3, 0], [1, 3], [0, 4], [1, 1], [0, 1], [6, 2], [1, 1], [1, 1]]):
+        pair.step(*left_padded(tokens(2, max(lengths), seed=i), lengths), what=f"forward {lengths}")
 
 
 @pytest.mark.fast

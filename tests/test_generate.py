@@ -21,6 +21,7 @@ from tests.contract import KINDS, NAMED, PLENTY, Kind, model_named
 from tests.helpers import assert_close, assert_same_kept, call, generate, left_padded, tokens
 from tests.oracle import Oracle, beam_search, positions_from_mask
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 every_cache = pytest.mark.parametrize("kind", [KINDS[name] for name in NAMED], ids=NAMED)
 
 

@@ -15,7 +15,7 @@ from tests import helpers
 from tests.helpers import assert_close, call, left_padded, model_of, right_padded, shared_model, tokens
 from tests.oracle import LayerState, Oracle, beam_search, positions_from_mask
 
-pytestmark = pytest.mark.fast
+pytestmark = [pytest.mark.fast, pytest.mark.usefixtures("poisoned_memory")]
 ORACLE_ARCHITECTURES = [name for name in helpers.tiny.ARCHITECTURES if name != "deepseek_v3"]
 FULL: dict[str, Any] = {"sinks": 1, "window": 200, "heavy_hitters": 3}
 
@@ -360,6 +360,10 @@ def test_same_kept_accepts_padding_and_rounding() -> None:
 def test_same_kept_can_fail(fake: FakeCache) -> None:
     with pytest.raises(AssertionError):
         helpers.assert_same_kept(fake, FAKE_ORACLE, "fake")
+
+
+def test_memory_is_poisoned() -> None:
+    assert bool(torch.empty(3).isnan().all())
 
 
 def test_storage_bytes_sees_through_views() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests import helpers
 from tests.helpers import left_padded, right_padded, tokens
 from tests.oracle import Oracle
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 SIZES: dict[str, Any] = {"sinks": 2, "window": 4, "heavy_hitters": 3, "margin": 3}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
@@ -123,6 +125,26 @@ def test_ranks_far_behind_the_trained_length() -> None:
             actual = helpers.call(model, pair.cache, ids, position_ids=position_ids + 3_000_000).logits
         helpers.assert_close(actual, expected, f"forward {i}")
         seen += n
+
+
+@pytest.mark.fast
+def test_re_rotation_does_not_add_up_in_bfloat16() -> None:
+    """At margin 1 every eviction moves the whole window by one rank, 100 times for each key. Rotated from the
+    original each time, the error stays that of one rotation; rotated on and on it would become tenfold."""
+    overrides: dict[str, Any] = {"num_hidden_layers": 1, "attn_implementation": "eager"}
+    coarse = helpers.model_of("llama", dtype=torch.bfloat16, **overrides)
+    exact = copy.deepcopy(coarse).double()
+    sizes: dict[str, Any] = {"sinks": 1, "window": 100, "margin": 1}
+    cache = StreamingLLMCache(config=coarse.config, **sizes)
+    oracle = Oracle(exact, **sizes, policy="recency", positions="cache")
+    errors = []
+    for i, n in enumerate([101, *[1] * 200]):
+        ids = tokens(1, n, seed=i)
+        with torch.no_grad():
+            actual = helpers.call(coarse, cache, ids).logits
+        errors.append(float((actual.double() - oracle.forward(ids))[:, -1].abs().mean()))
+    early, late = sum(errors[1:21]) / 20, sum(errors[-20:]) / 20
+    assert late < 1.5 * early, f"mean error of a logit: {early:.4f} at first, {late:.4f} after 200 evictions"
 
 
 # -- auto --------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from tests import helpers
 from tests.contract import KINDS, model_named
 from tests.helpers import call, generate, tokens
 
-pytestmark = pytest.mark.fast
+pytestmark = [pytest.mark.fast, pytest.mark.usefixtures("poisoned_memory")]
 GOOD: dict[str, Any] = {"sinks": 2, "window": 4, "heavy_hitters": 3, "margin": 2}
 
 
@@ -319,6 +319,30 @@ def test_new_ids_with_a_mask_over_everything_are_right() -> None:
 
 def without_mask(model: Any, cache: Any, ids: Tensor) -> Tensor:
     return generate(model, cache, ids, 6, attention_mask=None)
+
+
+# -- masks -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", [2, 20, 22, 40])
+def test_a_mask_of_the_wrong_length(columns: int) -> None:
+    """20 tokens seen and 1 new need 21 columns."""
+    model = model_named("llama")
+    cache = used(model)
+    before = state_of(cache)
+    with pytest.raises(StateError, match=rf"(?s){columns}.*21"), torch.no_grad():
+        call(model, cache, tokens(1, 1), attention_mask=torch.ones(1, columns, dtype=torch.long))
+    assert_unchanged(cache, before, model)
+
+
+def test_a_mask_made_by_the_caller() -> None:
+    """Evicted tokens have no column in it."""
+    model = model_named("llama")
+    cache = used(model)
+    before = state_of(cache)
+    with pytest.raises(ValueError, match="mask"), torch.no_grad():
+        call(model, cache, tokens(1, 2), attention_mask=torch.zeros(1, 1, 2, 22, dtype=torch.float64))
+    assert_unchanged(cache, before, model)
 
 
 # -- interrupted -------------------------------------------------------------------------------------------------------
