@@ -306,6 +306,7 @@ def _evict_full(layers: Sequence[EvictingLayer], n: int) -> None:
         first = group[0]
         score, positions = (torch.stack([live(layer) for layer in group]) for live in (_live_score, _live_positions))
         following = first.following()
+        over = any(held == first.budget.capacity for held in first.held)  # else only padding gives way
         if n == 1 and first.budget.margin == 1 and not any(first.empty):
             priority = first.policy.priority(Slots(score, positions))
             order = eviction_order(priority, positions, first.budget.sinks, following - first.budget.window)
@@ -320,7 +321,7 @@ def _evict_full(layers: Sequence[EvictingLayer], n: int) -> None:
             for layer, part in zip(group, eviction.by_layer(), strict=True):
                 layer.apply(part, keep)
         for layer in group:
-            layer.evictions += 1
+            layer.evictions += over
 
 
 def _live_score(layer: EvictingLayer) -> Tensor:

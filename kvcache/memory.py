@@ -25,6 +25,8 @@ def allocate(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Keys, values, score and positions of a layer, never tied to inference mode.
 
+    Zeroed, since a row may have empty slots among those in use: their weight is 0, and 0 times garbage may be NaN.
+
     Args:
         shape: `(batch, kv_heads, capacity)`. dims: `(head_dim, v_head_dim)`. like: gives dtype and device.
 
@@ -32,7 +34,7 @@ def allocate(
         CacheMemoryError: not enough memory.
     """
     with _or_say_what_fits(shape, slot_bytes(*dims, like.element_size()), budget.margin, like.device):
-        keys, values = (torch.empty(*shape, dim, dtype=like.dtype, device=like.device) for dim in dims)
+        keys, values = (torch.zeros(*shape, dim, dtype=like.dtype, device=like.device) for dim in dims)
         score = torch.zeros(shape, dtype=torch.float32, device=like.device)
         positions = torch.full(shape, -1, dtype=torch.int32, device=like.device)
     return keys, values, score, positions
@@ -45,7 +47,7 @@ def allocate_rotated(keys: Tensor) -> Tensor:
         CacheMemoryError: not enough memory.
     """
     with _or_say_what_fits(tuple(keys.shape[:3]), keys.shape[3] * keys.element_size(), 0, keys.device):
-        return torch.empty_like(keys)
+        return torch.zeros_like(keys)
 
 
 @contextmanager

@@ -18,8 +18,6 @@ CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forwar
 """transformers 5.24 renamed the argument; the old name still works there, with a deprecation warning."""
 TOLERANCE = 1e-5
 """Largest difference of two logits (float64 models; their norms and RoPE run in float32)."""
-GAP = 1e-5
-"""Relative gap of two scores below which float32 may rank them either way."""
 
 
 # -- running models -------------------------------------------------------------------------------------------------
