@@ -6,6 +6,7 @@ Times on shared machines drift, so every ratio is the median over steps of two t
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import platform
@@ -16,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -76,6 +77,7 @@ def _ratio(times: Sequence[float], base: Sequence[float]) -> float:
 @contextmanager
 def _peak_memory() -> Iterator[list[int]]:
     """Appends the largest growth of this process' resident memory within, in bytes (sampled every 2 ms)."""
+    _release_free_memory()
     result: list[int] = []
     start, peak, done = _resident(), 0, threading.Event()
 
@@ -92,6 +94,12 @@ def _peak_memory() -> Iterator[list[int]]:
         done.set()
         watcher.join()
         result.append(max(0, peak - start))
+
+
+def _release_free_memory() -> None:
+    """Give freed memory back to the system, so that the next growth is seen (glibc only)."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _resident() -> int:
@@ -257,6 +265,7 @@ class PrefillRow:
 def prefill(model: PreTrainedModel, lengths: Sequence[int], slots: int, rounds: int) -> list[PrefillRow]:
     """Prefill with exact heavy-hitter mass over all queries, against the same prefill without."""
     rows = []
+    model(input_ids=torch.full((1, 512), 100), logits_to_keep=1)  # the warm-up
     for length in lengths:
         ids = torch.randint(100, 1000, (1, length), generator=torch.Generator().manual_seed(0))
 
@@ -267,22 +276,16 @@ def prefill(model: PreTrainedModel, lengths: Sequence[int], slots: int, rounds: 
             "full": lambda: DynamicCache(config=model.config),
             "sink_h2o": lambda: SinkH2OCache(model.config, window=slots // 2 - 4, heavy_hitters=slots // 2),
         }
-        peaks: dict[str, list[int]] = {}
-        for name, make in makers.items():  # also the warm-up
-            with _peak_memory() as peaks[name]:
-                run(make)
-        actions: dict[str, Callable[[], object]] = {name: partial(run, make) for name, make in makers.items()}
-        times = _interleaved(actions, rounds, f"prefill {length}")
-        rows.append(
-            PrefillRow(
-                length,
-                statistics.median(times["full"]),
-                statistics.median(times["sink_h2o"]),
-                _ratio(times["sink_h2o"], times["full"]),
-                peaks["full"][0],
-                peaks["sink_h2o"][0],
-            )
-        )
+        times: dict[str, list[float]] = {name: [] for name in makers}
+        peaks: dict[str, list[int]] = {name: [] for name in makers}
+        for _ in track(range(rounds), description=f"prefill {length}", console=Console(stderr=True)):
+            for name, make in makers.items():
+                with _peak_memory() as peak:
+                    times[name].append(_seconds(partial(run, make)))
+                peaks[name] += peak
+        full, mine = times["full"], times["sink_h2o"]
+        medians = statistics.median(full), statistics.median(mine)
+        rows.append(PrefillRow(length, *medians, _ratio(mine, full), min(peaks["full"]), min(peaks["sink_h2o"])))
     return rows
 
 
