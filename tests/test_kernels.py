@@ -276,11 +276,17 @@ BLOCKS = (1, 6000, 1 << 20)
 """Logits of one block: every block of the fewest rows, some blocks for some heads, all in one."""
 
 
+def cut_into_blocks(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 8 rows at the smallest, of 32 or more otherwise."""
+    monkeypatch.setattr(prefill_module, "BLOCK_ELEMENTS", elements)
+    monkeypatch.setattr(prefill_module, "MIN_ROWS", 8 if elements == 1 else 32)
+
+
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("n", [1, 2, 31, 33, 100])
 @pytest.mark.parametrize("held", [(), (1,), (63,), (40, 25)], ids=str)
 def test_prefill(held: tuple[int, ...], n: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_module, "BLOCK_ELEMENTS", block)
+    cut_into_blocks(block, monkeypatch)
     case = SHAPES[(n + len(held)) % len(SHAPES)]._replace(held=held, n=n)
     for dtype in (torch.float32, torch.float64):
         actual, expected = run_prefill(case._replace(dtype=dtype))
@@ -291,7 +297,7 @@ def test_prefill(held: tuple[int, ...], n: int, block: int, monkeypatch: pytest.
 @pytest.mark.parametrize("case", SHAPES, ids=shape_name)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_prefill_dtypes(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_module, "BLOCK_ELEMENTS", 1)
+    cut_into_blocks(1, monkeypatch)
     actual, expected = run_prefill(case._replace(held=(31,), n=35, dtype=dtype))
     assert_attention(actual, expected, dtype)
 
@@ -339,7 +345,7 @@ def test_prefill_of_new_tokens_in_several_sources(with_mass: bool) -> None:
 def test_prefill_options(
     softcap: float | None, sinks: bool, padding: str | None, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefill_module, "BLOCK_ELEMENTS", block)
+    cut_into_blocks(block, monkeypatch)
     case = Case(batch=2, kv_heads=3, group=2, head_dim=16, v_head_dim=24, held=(17,), n=70, dtype=torch.float64)
     options: dict[str, Any] = {"softcap": softcap, "sink_logits": normal(6, seed=5) if sinks else None}
     if padding is not None:
@@ -358,7 +364,7 @@ def test_prefill_of_rows_that_see_nothing(
     dtype: torch.dtype, sinks: bool, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Left padding: its queries see no valid key. They stay finite and count for nothing."""
-    monkeypatch.setattr(prefill_module, "BLOCK_ELEMENTS", block)
+    cut_into_blocks(block, monkeypatch)
     case = Case(held=(), n=70, dtype=dtype)
     real = torch.arange(70)[None] >= torch.tensor([[40], [3]])
     options: dict[str, Any] = {"sink_logits": normal(6, seed=5) if sinks else None}
@@ -662,13 +668,8 @@ def test_flat_rows() -> None:
     rows = flat_rows(slots, 7)
     assert rows.shape == (3, 40)
     expected = [
-        [
-            (row * 4 + head) * 7 + int(slots[layer, row, head, i])
-            for row in range(2)
-            for head in range(4)
-            for i in range(5)
-        ]
-        for layer in range(3)
+        [(row * 4 + head) * 7 + slot for row in range(2) for head in range(4) for slot in layer[row][head]]
+        for layer in slots.tolist()
     ]
     assert rows.tolist() == expected
 

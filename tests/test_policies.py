@@ -274,9 +274,8 @@ def test_scores_are_the_models_own_attention() -> None:
     ids = tokens(2, 12)
     with torch.no_grad():
         attentions = model(input_ids=ids, output_attentions=True).attentions
-    caches = [
-        evicting(model, policy, sinks=1, window=30, heavy_hitters=2) for policy in (HeavyHitters(), LastQueries())
-    ]
+    policies = (HeavyHitters(), LastQueries())
+    caches = [evicting(model, policy, sinks=1, window=30, heavy_hitters=2) for policy in policies]
     for cache in caches:
         with torch.no_grad():
             for a, b in ((0, 7), (7, 8), (8, 11), (11, 12)):

@@ -1,8 +1,9 @@
-"""models/rope.py and models/spec.py: the rotation is the model's own, the layers are the model's own, or both refuse."""
+"""models/rope.py and models/spec.py: rotation and layers are the model's own, or both refuse."""
 
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from typing import Any
 
@@ -48,7 +49,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "persimmon": {"num_key_value_heads": None},
     "phi": {},
     "smollm3": {"no_rope_layer_interval": 2},
-    "stablelm": {},
+    "stablelm": {"hidden_size": 64},  # it rotates a quarter of each head
     "starcoder2": {},
 }
 
@@ -116,7 +117,9 @@ def random_positions(highest: int, seed: int = 0) -> Tensor:
 
 @functools.cache
 def small(architecture: str) -> PreTrainedModel:
-    return tiny.build(architecture, **({"sliding_window": None} if architecture == "mistral" else {}))
+    if architecture == "mistral":
+        return tiny.build(architecture, sliding_window=None)
+    return tiny.build(architecture)
 
 
 @pytest.mark.contract
@@ -147,25 +150,24 @@ def test_two_rotations_in_one_model() -> None:
     assert not torch.allclose(rotate(sliding[1], cos, sin, rope.interleaved), sliding[3], atol=0.1)
 
 
-# What find_rope cannot do yet: an error of torch's instead of a refusal, and layers without rotation overlooked.
-NOT_YET = {
-    "gptj": pytest.mark.xfail(strict=False, raises=AttributeError, reason="its embedding has no inv_freq (since 5.24)"),
-    "persimmon": pytest.mark.xfail(raises=RuntimeError, reason="its attention cuts off what is not rotated"),
-    "phi": pytest.mark.xfail(raises=RuntimeError, reason="its attention cuts off what is not rotated"),
-    "stablelm": pytest.mark.xfail(raises=RuntimeError, reason="its attention cuts off what is not rotated"),
-    "smollm3": pytest.mark.xfail(raises=AssertionError, reason="its layers without rotation are not noticed"),
-}
+REFUSABLE = ("cohere2", "exaone4", "smollm3", "hunyuan_v1_dense", "gptj", "ernie4_5")
+
+
+def rope_or_refusal(config: PreTrainedConfig) -> Rope | str:
+    try:
+        return find_rope(config)
+    except UnsupportedModelError as error:
+        return str(error)
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize("family", [pytest.param(name, marks=NOT_YET.get(name, ())) for name in OTHERS])
+@pytest.mark.parametrize("family", OTHERS)
 def test_other_families_are_right_or_refused(family: str) -> None:
     config = other_config(family)
-    try:
-        rope = find_rope(config)
-    except UnsupportedModelError as error:
-        assert family in str(error) and "absolute" in str(error)
-        assert family not in ("cohere", "glm", "granite", "olmo", "starcoder2"), "no reason to refuse"
+    rope = rope_or_refusal(config)
+    if isinstance(rope, str):
+        assert re.search(rf'{family}.*positions="absolute"', rope)
+        assert family in REFUSABLE, "no reason to refuse"
         return
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -264,10 +266,7 @@ def test_shapes_of_unusual_configs() -> None:
     assert describe(every).layers[0].kv_heads == 4
     full = describe(tiny.build_config("mistral", sliding_window=None))
     assert [layer.managed for layer in full.layers] == [True] * 3
-    assert (
-        describe(tiny.build_config("llama", num_hidden_layers=5)).layers
-        == describe(tiny.build_config("llama")).layers[:1] * 5
-    )
+    assert describe(tiny.build_config("llama", num_hidden_layers=5)).layers == (LayerSpec("full", True, 2, 12, 12),) * 5
 
 
 def test_a_trained_length_that_the_config_says() -> None:
