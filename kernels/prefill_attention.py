@@ -45,7 +45,8 @@ def prefill_attention(
     batch, query_heads, n, _ = query.shape
     kv_heads, v_head_dim = sources[0][0].shape[1], sources[0][1].shape[3]
     total = sum(keys.shape[2] for keys, _ in sources)
-    if not with_mass and valid is None and softcap is None and sink_logits is None and n == total:
+    plain = not with_mass and valid is None and softcap is None and sink_logits is None
+    if plain and n == total and len(sources) == 1:
         ((keys, values),) = sources  # nothing to observe and nothing held: torch's own attention does it all
         output = torch.nn.functional.scaled_dot_product_attention(
             query, keys, values, is_causal=True, scale=scaling, enable_gqa=kv_heads < query_heads

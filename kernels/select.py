@@ -34,7 +34,7 @@ def _sortable(priority: Tensor) -> Tensor:
     """int64 in the order of `priority`: a float's bits sort like the float once negative ones are flipped."""
     if not priority.is_floating_point():
         return priority.to(torch.int64)
-    bits = priority.float().view(torch.int32)
+    bits = (priority.float() + 0.0).view(torch.int32)  # plus zero: a negative zero becomes a positive one
     return (bits ^ ((bits >> 31) & PROTECTED)).to(torch.int64)
 
 

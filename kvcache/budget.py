@@ -93,8 +93,8 @@ def pyramid(
 ) -> Budget:
     """PyramidKV's schedule: many slots in the lowest layer, falling linearly, on average `slots` per layer.
 
-    The last layer keeps `slots / beta` and the first as much more than the average as the last has less
-    (arXiv 2406.02069, section 4.2); sinks and window are the same everywhere, the heavy hitters take up the rest.
+    The last layer keeps `slots / beta` (at least sinks and window, which are the same everywhere) and the first as much
+    more than the average as the last has less (arXiv 2406.02069, section 4.2); heavy hitters take up the rest.
 
     Args:
         layers: layers of the model.
@@ -110,8 +110,8 @@ def pyramid(
         raise BudgetError(f"beta={beta} must be 1 or more")
     if sinks + window >= slots:
         raise BudgetError(f"slots={slots} must be more than sinks + window = {sinks + window}")
-    last = slots / beta
+    last = max(slots / beta, sinks + window) if layers > 1 else slots
     first = 2 * slots - last
     step = (first - last) / max(1, layers - 1)
-    heavy = [max(0, round(first - step * index) - sinks - window) for index in range(layers)]
+    heavy = [round(first - step * index) - sinks - window for index in range(layers)]
     return Budget(sinks=sinks, window=window, heavy_hitters=heavy, margin=margin)

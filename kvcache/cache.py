@@ -14,7 +14,7 @@ from kvcache.kernels.select import eviction_order
 from kvcache.layer import EvictingLayer
 from kvcache.models.rope import Rope, find_rope
 from kvcache.models.spec import decoder_config, describe
-from kvcache.policies import HeavyHitters, Policy, Recency, Slots
+from kvcache.policies import HeavyHitters, Policy, Recency
 from kvcache.positions import Positions, Rerotation, check_positions
 from kvcache.routing import AttentionCall, route, tag, uncompiled
 from kvcache.stats import Stats, collect
@@ -304,32 +304,23 @@ def _evict_full(layers: Sequence[EvictingLayer], n: int) -> None:
     """Bring full layers down to their budget; layers alike are planned together, which saves most of the launches."""
     for group in _groups(layers):
         first = group[0]
-        score, positions = (torch.stack([live(layer) for layer in group]) for live in (_live_score, _live_positions))
+        slots = [layer.live_slots() for layer in group]
+        score, positions = (torch.stack(parts) for parts in zip(*slots, strict=True))
+        priority = torch.stack([first.policy.priority(each) for each in slots])
         following = first.following()
         over = any(held == first.budget.capacity for held in first.held)  # else only padding gives way
         if n == 1 and first.budget.margin == 1 and not any(first.empty):
-            priority = first.policy.priority(Slots(score, positions))
             order = eviction_order(priority, positions, first.budget.sinks, following - first.budget.window)
             for layer, victim in zip(group, order.argmin(-1), strict=True):
                 layer.open_hole(victim)
         else:
             keep = [first.budget.slots if held == first.budget.capacity else held for held in first.held]
             origins = None if first.origins is None else torch.stack([_live_origins(layer) for layer in group])
-            eviction = plan_eviction(
-                score, positions, first.policy, first.budget, following, keep, first.length, origins
-            )
+            eviction = plan_eviction(priority, score, positions, first.budget, following, keep, first.length, origins)
             for layer, part in zip(group, eviction.by_layer(), strict=True):
                 layer.apply(part, keep)
         for layer in group:
             layer.evictions += over
-
-
-def _live_score(layer: EvictingLayer) -> Tensor:
-    return layer.score[:, :, : layer.length]
-
-
-def _live_positions(layer: EvictingLayer) -> Tensor:
-    return layer.positions[:, :, : layer.length]
 
 
 def _live_origins(layer: EvictingLayer) -> Tensor:

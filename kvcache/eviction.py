@@ -9,7 +9,6 @@ from torch import Tensor
 from kvcache.budget import LayerBudget
 from kvcache.kernels.compact import compact_bookkeeping, flat_rows, plan_moves
 from kvcache.kernels.select import eviction_order, kept_slots
-from kvcache.policies import Policy, Slots
 
 
 class Eviction(NamedTuple):
@@ -36,9 +35,9 @@ class Eviction(NamedTuple):
 
 
 def plan_eviction(
+    priority: Tensor,
     score: Tensor,
     positions: Tensor,
-    policy: Policy,
     budget: LayerBudget,
     following: Tensor,
     keep: Sequence[int],
@@ -48,7 +47,8 @@ def plan_eviction(
     """Choose what stays and how it becomes dense.
 
     Args:
-        score: `[..., batch, kv_heads, entries]` fp32; `positions`: same shape, int32, -1 where an entry holds nothing.
+        priority: `[..., batch, kv_heads, entries]` from the policy; the lowest is evicted first.
+        score: same shape, fp32; `positions`: same shape, int32, -1 where an entry holds nothing.
         following: `[batch]` int32, the position of each row's next token.
         keep: entries that each row keeps; the slots in use afterwards are the largest of them.
         front: entries below this lie in the slot of their number.
@@ -57,7 +57,7 @@ def plan_eviction(
     length = max(keep)
     front = min(front, length)
     free = budget.capacity - length
-    order = eviction_order(policy.priority(Slots(score, positions)), positions, budget.sinks, following - budget.window)
+    order = eviction_order(priority, positions, budget.sinks, following - budget.window)
     kept = kept_slots(order, keep)
     moves = plan_moves(kept, front, length)
     score = compact_bookkeeping(score, kept, moves, front, length, empty=0)

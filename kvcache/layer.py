@@ -14,7 +14,7 @@ from kvcache.kernels.compact import flat_rows, move_chunk, move_entries
 from kvcache.kernels.decode_attention import decode_attention
 from kvcache.kernels.prefill_attention import prefill_attention
 from kvcache.memory import allocate, allocate_rotated
-from kvcache.policies import Policy
+from kvcache.policies import Policy, Slots
 from kvcache.positions import Rerotation, ranks
 from kvcache.routing import AttentionCall, ChunkLength
 
@@ -176,6 +176,10 @@ class EvictingLayer(CacheLayerMixin):
         """Per row: real tokens held, the same number in every head."""
         return tuple(self.length - empty for empty in self.empty)
 
+    def live_slots(self) -> Slots:
+        """Score and positions of the slots in use."""
+        return Slots(self.score[:, :, : self.length], self.positions[:, :, : self.length])
+
     @property
     def is_full(self) -> bool:
         """Whether an eviction is due before the next token."""
@@ -330,7 +334,14 @@ class EvictingLayer(CacheLayerMixin):
         over = [total > self.budget.capacity for total in totals]  # these go down to the budget, the others keep all
         keep = [self.budget.slots if too_many else total for too_many, total in zip(over, totals, strict=True)]
         eviction = plan_eviction(
-            score, all_positions, self.policy, self.budget, self.following(), keep, self.length, all_origins
+            self.policy.priority(Slots(score, all_positions)),
+            score,
+            all_positions,
+            self.budget,
+            self.following(),
+            keep,
+            self.length,
+            all_origins,
         )
         self.evictions += any(over)
         self.apply(eviction, keep, (keys, values))

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from kvcache.budget import Budget, LayerBudget
 from kvcache.errors import CacheMemoryError
 from kvcache.models.spec import LayerSpec, describe
+from kvcache.positions import check_positions
 
 BOOKKEEPING_BYTES = 4 + 4  # of a slot: its score in fp32, its position in int32
 
@@ -87,8 +88,9 @@ def estimate_bytes(
             length is passed and "cache" from then on, and counted as "absolute".
 
     Raises:
-        UnsupportedModelError, BudgetError: as at construction of a cache.
+        UnsupportedModelError, BudgetError, ValueError: as at construction of a cache.
     """
+    check_positions(positions)
     spec = describe(config)
 
     def layer_bytes(index: int, layer: LayerSpec) -> int:

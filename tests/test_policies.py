@@ -363,11 +363,7 @@ def test_a_policy_that_observes_nothing_is_told_nothing() -> None:
 
 @pytest.mark.parametrize(
     "forwards",
-    [
-        (20,),
-        pytest.param((9, 1), marks=pytest.mark.xfail(reason="layers are stacked in front: four dimensions")),
-        pytest.param((9, 2), marks=pytest.mark.xfail(reason="layers are stacked in front: four dimensions")),
-    ],
+    [(20,), (9, 1), (9, 2)],
     ids=str,
 )
 @pytest.mark.parametrize("margin", [1, 3])
@@ -376,7 +372,7 @@ def test_priority_is_asked_with_the_shapes_that_are_promised(forwards: tuple[int
     model, policy = model_named("llama"), Witness()
     cache = evicting(model, policy, sinks=1, window=3, heavy_hitters=4 - margin + 1, margin=margin)
     feed(model, cache, *forwards, batch=2)
-    assert cache.stats().evictions == 1
+    assert cache.stats().evictions >= 1  # two where a full layer is followed by more tokens than its margin
     assert policy.asked
     for slots in policy.asked:
         assert slots.score.dtype == torch.float32 and slots.positions.dtype == torch.int32
@@ -395,7 +391,6 @@ class Together(Policy):
         return slots.score.sum(dim=1, keepdim=True).expand_as(slots.score)
 
 
-@pytest.mark.xfail(reason="with layers stacked in front, dimension 1 of a policy's slots is the batch")
 def test_a_policy_over_all_heads_never_mixes_rows() -> None:
     """A row decides as it does alone, and its heads alike."""
     model, sizes = model_named("llama"), {"sinks": 1, "window": 2, "heavy_hitters": 4, "margin": 2}

@@ -132,7 +132,6 @@ def test_estimates_refuse_what_a_cache_refuses() -> None:
         estimate_bytes(tiny.build_config("llama"), Budget(window=[8, 8]))
 
 
-@pytest.mark.xfail(reason='anything but "cache" counts as absolute')
 def test_an_estimate_of_an_unknown_mode() -> None:
     with pytest.raises(ValueError, match=r"relative.*absolute"):
         estimate_bytes(tiny.build_config("llama"), Budget(), positions="relative")
