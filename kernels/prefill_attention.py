@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvcache.kernels.decode_attention import HALF, sink_share
 
-BLOCK_ELEMENTS = 1 << 20  # logits of one block: 4 MB in fp32, about half of a core's share of a last-level cache
+BLOCK_ELEMENTS = 1 << 21  # logits of one block: 8 MB in fp32, about half of a core's share of a last-level cache
 MIN_ROWS = 64  # fewer query rows than this make the matrix products inefficient
 ALIGNMENT = 64  # rows of logits start at multiples of this: unaligned ones slow the matrix products by a third
 
