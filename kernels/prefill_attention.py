@@ -1,15 +1,19 @@
 """Causal attention of many new tokens over held slots and themselves, with each key's attention mass.
 
-Works through blocks of query rows: a block's logits over all the keys it may see fit the processor's cache, so one
-pass gives the softmax, the output and the column sums, and nothing of size queries x keys ever exists.
+On a GPU: flash attention over the held slots and over the new tokens, merged by their log-sum-exp, then column sums.
+The torch function works through blocks of query rows: a block's logits over all the keys it may see fit the processor's
+cache, so one pass gives the softmax, the output and the column sums. Nothing of size queries x keys ever exists.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvcache.kernels.column_sums import column_sums_triton
 from kvcache.kernels.decode_attention import HALF, sink_share
+from kvcache.kernels.flash import flash_triton, merge, share
 
 BLOCK_ELEMENTS = 1 << 21  # logits of one block: 8 MB in fp32, about half of a core's share of a last-level cache
 MIN_ROWS = 64  # fewer query rows than this make the matrix products inefficient
@@ -130,3 +134,63 @@ def _column_sums(probabilities: Tensor, voters: Tensor | None, start: int, stop:
         return probabilities.sum(1)
     weights = voters[start:stop].to(probabilities.dtype).repeat(group)
     return torch.matmul(weights, probabilities)
+
+
+# ---- Triton
+
+
+def prefill_attention_triton(
+    query: Tensor,
+    sources: Sequence[tuple[Tensor, Tensor]],
+    scaling: float,
+    *,
+    valid: Tensor | None = None,
+    voters: Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    with_mass: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """The same by flash attention and column sums; the output is 0 where a query sees no valid key."""
+    pieces = list(_pieces(sources, query.shape[2], valid))
+    parts = [
+        flash_triton(query, piece.keys, piece.values, scaling, piece.offset, valid=piece.valid, softcap=softcap)
+        for piece in pieces
+    ]
+    output, lse = merge(parts)
+    if sink_logits is not None:
+        with_sink = torch.logaddexp(lse, sink_logits.to(lse.dtype)[:, None])
+        output, lse = (output * share(lse, with_sink)).to(output.dtype), with_sink
+    if not with_mass:
+        return output, None
+    silent = lse == float("-inf")
+    if voters is not None:
+        silent = silent | ~voters[:, None]
+    lse = lse.masked_fill(silent, float("inf"))
+    sums = [
+        column_sums_triton(query, piece.keys, lse, scaling, piece.offset, valid=piece.valid, softcap=softcap)
+        for piece in pieces
+    ]
+    return output, torch.cat(sums, dim=-1)
+
+
+class _Piece(NamedTuple):
+    """Keys that all queries see (`offset` is their number), or the queries' own (`offset` 0)."""
+
+    keys: Tensor
+    values: Tensor
+    offset: int
+    valid: Tensor | None
+
+
+def _pieces(sources: Sequence[tuple[Tensor, Tensor]], n: int, valid: Tensor | None) -> Iterator[_Piece]:
+    start = 0
+    total = sum(keys.shape[2] for keys, _ in sources)
+    for keys, values in sources:
+        for part in (slice(0, min(keys.shape[2], total - n - start)), slice(max(0, total - n - start), keys.shape[2])):
+            length = part.stop - part.start
+            if length <= 0:
+                continue
+            first = start + part.start
+            here = None if valid is None else valid[:, :, first : first + length]
+            yield _Piece(keys[:, :, part], values[:, :, part], length if first < total - n else 0, here)
+        start += keys.shape[2]

@@ -10,7 +10,6 @@ from transformers import Cache, DynamicCache, PreTrainedConfig
 from kvcache.budget import DEFAULT_MARGIN, Budget
 from kvcache.errors import NotRoutedError, StateError, UnsupportedModelError
 from kvcache.eviction import plan_eviction
-from kvcache.kernels.select import eviction_order
 from kvcache.layer import EvictingLayer
 from kvcache.models.rope import Rope, find_rope
 from kvcache.models.spec import decoder_config, describe
@@ -304,23 +303,26 @@ def _evict_full(layers: Sequence[EvictingLayer], n: int) -> None:
     """Bring full layers down to their budget; layers alike are planned together, which saves most of the launches."""
     for group in _groups(layers):
         first = group[0]
-        slots = [layer.live_slots() for layer in group]
-        score, positions = (torch.stack(parts) for parts in zip(*slots, strict=True))
-        priority = torch.stack([first.policy.priority(each) for each in slots])
-        following = first.following()
         over = any(held == first.budget.capacity for held in first.held)  # else only padding gives way
         if n == 1 and first.budget.margin == 1 and not any(first.empty):
-            order = eviction_order(priority, positions, first.budget.sinks, following - first.budget.window)
-            for layer, victim in zip(group, order.argmin(-1), strict=True):
-                layer.open_hole(victim)
+            for layer in group:
+                layer.gives_way = True
         else:
-            keep = [first.budget.slots if held == first.budget.capacity else held for held in first.held]
-            origins = None if first.origins is None else torch.stack([_live_origins(layer) for layer in group])
-            eviction = plan_eviction(priority, score, positions, first.budget, following, keep, first.length, origins)
-            for layer, part in zip(group, eviction.by_layer(), strict=True):
-                layer.apply(part, keep)
+            _evict_group(group)
         for layer in group:
             layer.evictions += over
+
+
+def _evict_group(group: Sequence[EvictingLayer]) -> None:
+    first = group[0]
+    slots = [layer.live_slots() for layer in group]
+    score, positions = (torch.stack(parts) for parts in zip(*slots, strict=True))
+    priority = torch.stack([first.policy.priority(each) for each in slots])
+    keep = [first.budget.slots if held == first.budget.capacity else held for held in first.held]
+    origins = None if first.origins is None else torch.stack([_live_origins(layer) for layer in group])
+    eviction = plan_eviction(priority, score, positions, first.budget, first.following(), keep, first.length, origins)
+    for layer, part in zip(group, eviction.by_layer(), strict=True):
+        layer.apply(part, keep)
 
 
 def _live_origins(layer: EvictingLayer) -> Tensor:

@@ -1,4 +1,4 @@
-"""The command `kvcache`: generate text with a cache of a fixed size, look at this machine, run the benchmarks.
+"""The command `kvcache`: generate text with a cache of a fixed size, look at this machine, run benchmarks and evals.
 
 Heavy imports stand in the handlers, so that --help answers at once.
 """
@@ -36,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments[:1] == ["bench"]:  # has a parser of its own
             return _bench(arguments[1:])
+        if arguments[:1] == ["eval"]:
+            return _eval(arguments[1:])
         options = _parser().parse_args(arguments)
         return options.run(options)
     except BrokenPipeError:  # the reader, `head` say, has seen enough
@@ -74,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         kvcache generate --prompt "The sea was"         text from the embedded model
         kvcache doctor --model smollm2                  does it work here, and with this model?
         kvcache bench --help                            speed and memory against the full cache
+        kvcache eval --help                             what is lost by evicting: perplexity, needles
         """,
     )
     parser.add_argument("--version", action="version", version=f"kvcache {_version('kvcache-evict')}")
@@ -81,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     _generate_options(commands)
     _doctor_options(commands)
     commands.add_parser("bench", help="measure speed and memory (kvcache bench --help)")
+    commands.add_parser("eval", help="measure what policies keep: perplexity, needles, ... (kvcache eval --help)")
     return parser
 
 
@@ -459,13 +463,19 @@ def _rotation(config: PreTrainedConfig) -> str:
     return "yes"
 
 
-# ---- bench
+# ---- bench and eval
 
 
 def _bench(arguments: list[str]) -> int:
     from kvcache.evals.bench import main as bench
 
     return bench(arguments) or 0
+
+
+def _eval(arguments: list[str]) -> int:
+    from kvcache.evals.cli import main as evaluate
+
+    return evaluate(arguments)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,8 @@ from transformers.cache_utils import CacheLayerMixin
 from kvcache.budget import LayerBudget
 from kvcache.errors import StateError
 from kvcache.eviction import Eviction, plan_eviction, positions_ahead
-from kvcache.kernels.compact import flat_rows, move_chunk, move_entries
-from kvcache.kernels.decode_attention import decode_attention
-from kvcache.kernels.prefill_attention import prefill_attention
+from kvcache.kernels.choice import TORCH, Kernels, choose
+from kvcache.kernels.decode_attention import MOST_ROWS, MOST_TOKENS
 from kvcache.memory import allocate, allocate_rotated
 from kvcache.policies import Policy, Slots
 from kvcache.positions import Rerotation, ranks
@@ -59,7 +58,8 @@ class EvictingLayer(CacheLayerMixin):
         self.padding: tuple[int, ...] = ()  # per row: padding among the seen
         self.empty: tuple[int, ...] = ()  # per row: slots among the `length` first that hold nothing
         self.staged: tuple[Tensor, Tensor] | None = None  # new keys and values whose attention is still to come
-        self.hole: Tensor | None = None  # [batch * kv_heads] flat slots that the next token overwrites (margin 1)
+        self.gives_way = False  # the next token overwrites a victim in each head (margin 1)
+        self.kernels: Kernels = TORCH
 
     def __repr__(self) -> str:
         return f"EvictingLayer({self.budget}, length={self.length}, seen={self.seen})"
@@ -75,6 +75,7 @@ class EvictingLayer(CacheLayerMixin):
         self.keys, self.values = buffers[:2]  # pyright: ignore[reportIncompatibleVariableOverride]
         self.score, self.positions = buffers[2:]
         self.device, self.batch_size = key_states.device, batch
+        self.kernels = choose(key_states.device, key_states.dtype, dims)
         self.holds = (batch, heads, head_dim, key_states.dtype, key_states.device)
         self.padding = self.empty = (0,) * batch
         self.is_initialized = True
@@ -173,8 +174,8 @@ class EvictingLayer(CacheLayerMixin):
 
     @property
     def held(self) -> tuple[int, ...]:
-        """Per row: real tokens held, the same number in every head."""
-        return tuple(self.length - empty for empty in self.empty)
+        """Per row: real tokens held, the same number in every head; a victim counts no longer."""
+        return tuple(self.length - self.gives_way - empty for empty in self.empty)
 
     def live_slots(self) -> Slots:
         """Score and positions of the slots in use."""
@@ -217,7 +218,8 @@ class EvictingLayer(CacheLayerMixin):
         rotated = None
         if self.rerotation is not None:
             query, rotated = self._rotate_chunk(query, keys, positions, call)
-        take_in = self._append if self.length + keys.shape[2] <= self.budget.capacity else self._overflow
+        fits = self.gives_way or self.length + keys.shape[2] <= self.budget.capacity
+        take_in = self._append if fits else self._overflow
         return take_in(query, keys, values, rotated, positions, call)
 
     def _append(
@@ -229,55 +231,81 @@ class EvictingLayer(CacheLayerMixin):
         positions: Tensor | None,
         call: AttentionCall,
     ) -> Tensor:
-        """The new tokens fit behind the live slots (or into the hole that an eviction left)."""
-        self._write(self.keys, keys)
-        self._write(self.values, values)
-        if rotated is not None and self.rotated is not None:
-            self._write(self.rotated, rotated)
-        if positions is not None:
-            self._write(self.positions[..., None], positions[:, None, :, None].expand(*keys.shape[:3], 1))
-        if self.origins is not None:
-            origins = self._chunk_origins(positions, call, keys.shape[2])
-            self._write(self.origins[..., None], origins[:, None, :, None].expand(*keys.shape[:3], 1))
+        """The new tokens fit behind the live slots, or one of them over each head's victim."""
+        n = keys.shape[2]
+        if self.gives_way:
+            self._overwrite(keys, values, positions, call)
+        else:
+            self.kernels.append(self.keys, self.values, keys, values, self.length)
+            if rotated is not None and self.rotated is not None:
+                self.rotated.narrow(2, self.length, n).copy_(rotated)
+            if positions is not None:
+                self.positions.narrow(2, self.length, n).copy_(positions[:, None])
+            if self.origins is not None:
+                origins = self._chunk_origins(positions, call, n)
+                self.origins.narrow(2, self.length, n).copy_(origins[:, None])
+            self.length += n
         if positions is not None:
             self._count_padding(call.real, len(self.padding) * (0,))
-        n = keys.shape[2]
-        self.hole = None
-        self.length += n
         self.seen += n
         if positions is not None:
             self._number_free_slots()
-        return self._decode(query, call) if n == 1 else self._prefill(query, call)
+        small = n <= MOST_TOKENS and n * query.shape[1] <= MOST_ROWS * keys.shape[1]
+        return self._decode(query, call) if small else self._prefill(query, call)
 
-    def _write(self, buffer: Tensor, new: Tensor) -> None:
-        if self.hole is None:
-            buffer.narrow(2, self.length, new.shape[2]).copy_(new)
-        else:
-            buffer.view(-1, buffer.shape[3]).index_copy_(0, self.hole, new.flatten(0, 2))
+    def _overwrite(self, keys: Tensor, values: Tensor, positions: Tensor | None, call: AttentionCall) -> None:
+        """One token per row over the slot that each head gives up; nothing else moves."""
+        slots, following = self.live_slots(), self.following()
+        rows = self.kernels.evict_and_write(
+            self.keys,
+            self.values,
+            self.score,
+            self.positions,
+            keys,
+            values,
+            self.policy.priority(slots),
+            self.budget.sinks,
+            self.budget.window,
+            following,
+        )
+        heads = keys.shape[1]
+        if positions is not None:
+            self.positions.view(-1).index_copy_(0, rows, positions.flatten().repeat_interleave(heads))
+        if self.origins is not None:
+            origins = self._chunk_origins(positions, call, 1)
+            self.origins.view(-1).index_copy_(0, rows, origins.flatten().repeat_interleave(heads))
+        self.gives_way = False
+        self._rotate_slots()
 
     def _decode(self, query: Tensor, call: AttentionCall) -> Tensor:
-        """Attention of one token per row over the live slots, its own included."""
-        output, mass = decode_attention(
+        """Attention of a few tokens per row over the live slots, the last of which (or any one) are their own."""
+        mass = self._mass_to_add()
+        output = self.kernels.decode_attention(
             query,
             self.keys if self.rotated is None else self.rotated,
             self.values,
             self.length,
             call.scaling,
-            valid=self._valid(),
+            positions=self.positions if any(self.empty) else None,
             softcap=call.softcap,
             sink_logits=call.sink_logits,
-            with_mass=self.policy.observes_mass,
+            score=mass,
+            voters=call.real,
         )
-        if mass is not None:
-            if call.real is not None:
-                mass = mass * call.real[:, None]
-            self.policy.observe(self.score.narrow(2, 0, self.length), mass)
+        if mass is not None and mass is not self.score:
+            self.policy.observe(self.score[:, :, : self.length], mass[:, :, : self.length])
         return output
+
+    def _mass_to_add(self) -> Tensor | None:
+        """Where attention adds its mass: the score itself, unless the policy makes something else of it."""
+        if not self.policy.observes_mass:
+            return None
+        return self.score if self.policy.sums_mass else torch.zeros_like(self.score)
 
     def _prefill(self, query: Tensor, call: AttentionCall) -> Tensor:
         """Attention of several tokens per row over the live slots, the last of which are their own."""
         keys = self.keys if self.rotated is None else self.rotated
-        output, mass = prefill_attention(
+        output, mass = self.kernels.prefill_attention(
             query,
             [(keys[:, :, : self.length], self.values[:, :, : self.length])],
             call.scaling,
@@ -316,7 +344,7 @@ class EvictingLayer(CacheLayerMixin):
         if self.origins is not None:
             all_origins = self._with_chunk(self.origins, self._chunk_origins(positions, call, n))
         valid = all_positions >= 0 if positions is not None or any(self.empty) else None
-        output, mass = prefill_attention(
+        output, mass = self.kernels.prefill_attention(
             query,
             sources,
             call.scaling,
@@ -365,26 +393,23 @@ class EvictingLayer(CacheLayerMixin):
             keep: tokens that each row keeps.
             chunk: new keys and values `[batch, kv_heads, n, (v_)head_dim]` that follow the live slots in the plan.
         """
-        if chunk is None:
-            for buffer in (self.keys, self.values):
-                move_entries(buffer, eviction.source_rows, eviction.target_rows)
-        else:
-            for buffer, new in zip((self.keys, self.values), chunk, strict=True):
-                move_chunk(buffer, new, self.length, eviction.source, eviction.source_rows, eviction.target_rows)
+        self.kernels.apply_moves(
+            self.keys,
+            self.values,
+            self.score,
+            self.positions,
+            eviction.score,
+            eviction.positions,
+            eviction.source,
+            eviction.source_rows,
+            eviction.target_rows,
+            self.length,
+            chunk,
+        )
         self.length = max(keep)
         self.empty = tuple(self.length - kept for kept in keep)
-        self.score.copy_(eviction.score)
-        self.positions.copy_(eviction.positions)
         if self.origins is not None and eviction.origins is not None:
             self.origins.copy_(eviction.origins)
-        self._rotate_slots()
-
-    def open_hole(self, victim: Tensor) -> None:
-        """Give up slot `victim` `[batch, kv_heads]` of each head to the next token (margin 1): nothing moves."""
-        self.hole = flat_rows(victim[..., None], self.budget.capacity)
-        self.length -= 1
-        self.positions.view(-1).index_copy_(0, self.hole, self.following().repeat_interleave(victim.shape[1]))
-        self.score.view(-1).index_fill_(0, self.hole, 0)
         self._rotate_slots()
 
     def _number_free_slots(self) -> None:
@@ -434,10 +459,13 @@ class EvictingLayer(CacheLayerMixin):
             return
         if self.rotated is None:
             self.rotated = allocate_rotated(self.keys)
-        length = self.length + (self.hole is not None)
         origins = self.positions if self.origins is None else self.origins
-        self.rotated[:, :, :length] = self.rerotation(
-            self.keys[:, :, :length], origins[:, :, :length].clamp(min=0), ranks(self.positions[:, :, :length])
+        self.rerotation(
+            self.keys[:, :, : self.length],
+            origins[:, :, : self.length].clamp(min=0),
+            ranks(self.positions[:, :, : self.length]),
+            self.kernels,
+            out=self.rotated[:, :, : self.length],
         )
 
     def _rotate_chunk(
@@ -454,7 +482,7 @@ class EvictingLayer(CacheLayerMixin):
         behind = [held - position for held, position in zip(self.held, self.next_positions, strict=True)]
         shift = torch.tensor(behind, dtype=torch.int32, device=self.device)[:, None]
         old, new = origins.clamp(min=0)[:, None], (positions + shift).clamp(min=0)[:, None]
-        return self.rerotation(query, old, new), self.rerotation(keys, old, new)
+        return self.rerotation(query, old, new, self.kernels), self.rerotation(keys, old, new, self.kernels)
 
     # ---- checks
 

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from kvcache.kernels.rotate import rotate
+from kvcache.kernels.choice import Kernels
 from kvcache.models.rope import Rope
 
 Positions = Literal["absolute", "cache", "auto"]
@@ -27,20 +27,17 @@ class Rerotation:
 
     def __init__(self, rope: Rope) -> None:
         self.rope = rope
+        self._frequencies: dict[torch.device, Tensor] = {}
 
-    def __call__(self, x: Tensor, old: Tensor, new: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, old: Tensor, new: Tensor, kernels: Kernels, out: Tensor | None = None) -> Tensor:
         """Rotate `x` `[batch, heads, n, head_dim]` from positions `old` to `new`, both `[batch, heads or 1, n]` ints.
 
-        The model's cos and sin are those of fp32 angles, rounded to its dtype; the same numbers undo its rotation
-        exactly (their rounding divides out), also where fp32 angles are far from the true ones.
+        See `kernels.rotate.rerotate`.
         """
-        compute = torch.promote_types(x.dtype, torch.float32)
-        old_cos, old_sin = (part.to(x.dtype).to(compute) for part in self.rope.cos_sin(old))
-        new_cos, new_sin = (part.to(compute) for part in self.rope.cos_sin(new))
-        norm = old_cos.square() + old_sin.square()
-        cos = (new_cos * old_cos + new_sin * old_sin) / norm
-        sin = (new_sin * old_cos - new_cos * old_sin) / norm
-        return rotate(x, cos, sin, self.rope.interleaved)
+        if x.device not in self._frequencies:
+            self._frequencies[x.device] = self.rope.inverse_frequencies.to(x.device)
+        frequencies = self._frequencies[x.device]
+        return kernels.rerotate(x, old, new, frequencies, self.rope.scaling, self.rope.interleaved, out)
 
 
 def ranks(positions: Tensor) -> Tensor:

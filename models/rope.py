@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from kvcache.kernels.rotate import rotate
+from kvcache.kernels.rotate import cos_sin, rotate
 from kvcache.models.spec import UnsupportedModelError, decoder_config
 
 MOVING_FREQUENCIES = ("dynamic", "longrope")  # scalings whose frequencies depend on the longest position seen
@@ -28,11 +28,6 @@ class Rope:
     inverse_frequencies: Tensor
     scaling: float
     interleaved: bool
-
-    def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """`[..., pairs]` fp32 cosines and sines of integer positions `[...]`, by the same fp32 product as the model."""
-        angles = positions.float()[..., None] * self.inverse_frequencies.to(positions.device)
-        return angles.cos() * self.scaling, angles.sin() * self.scaling
 
 
 def find_rope(config: PreTrainedConfig) -> Rope:
@@ -108,15 +103,15 @@ def _checked(text: PreTrainedConfig, embedding: Any, apply: Any) -> Rope:
     x = torch.randn(1, 1, positions.shape[1], head_dim, generator=torch.Generator().manual_seed(0))
     kind = ("full_attention",) if prefix else ()
     with torch.no_grad():
-        cos_sin = embedding(x, positions, *kind)
+        given = embedding(x, positions, *kind)
         try:
-            expected = apply(x, x, *cos_sin)[0]
+            expected = apply(x, x, *given)[0]
         except RuntimeError:  # an attention that cuts off what is not rotated before it calls this
             x = x[..., : 2 * len(frequencies)]
-            expected = apply(x, x, *cos_sin)[0]
+            expected = apply(x, x, *given)[0]
     for interleaved in (False, True):
         rope = Rope(frequencies, scaling, interleaved)
-        cos, sin = rope.cos_sin(positions[0])
+        cos, sin = cos_sin(positions[0], frequencies, scaling)
         if torch.allclose(rotate(x, cos, sin, interleaved), expected, atol=1e-5, rtol=1e-4):
             return rope
     raise _unsupported(text, "its rotation has a layout that the engine does not know")

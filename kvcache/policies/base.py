@@ -32,6 +32,11 @@ class Policy(ABC):
         """
         score.add_(mass)
 
+    @property
+    def sums_mass(self) -> bool:
+        """Whether `observe` is the plain sum, which attention kernels do on the way."""
+        return type(self).observe is Policy.observe
+
     @abstractmethod
     def priority(self, slots: Slots) -> Tensor:
         """`[batch, kv_heads, slots]`, floating or integer (within 31 bits); the lowest is evicted first."""

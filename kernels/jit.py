@@ -1,0 +1,28 @@
+"""Triton where it is installed. Without it the kernels of this folder are plain functions that nobody launches."""
+
+from types import SimpleNamespace
+from typing import Any
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # not on this platform: the torch functions beside the kernels serve
+    triton: Any = None
+    tl: Any = SimpleNamespace(constexpr=object)
+
+INSTALLED = triton is not None
+
+
+def jit(**options: Any) -> Any:
+    """`triton.jit`, or the function as it stands where there is no Triton."""
+    return triton.jit(**options) if INSTALLED else lambda function: function
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of two that is at least `n` (`n >= 1`)."""
+    return 1 << (n - 1).bit_length()
+
+
+@jit()
+def tanh(x):
+    return 2 / (1 + tl.exp(-2 * x)) - 1
