@@ -74,14 +74,24 @@ def choose(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> K
     return TORCH
 
 
+def describe(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str:
+    """What serves a device, for people to read; with head dimensions that every kernel takes."""
+    if choose(device, dtype, (MOST_DIM, MOST_DIM)) is TRITON:
+        return "Triton kernels: flash decoding with attention mass, flash prefill with column sums"
+    forced = f" ({VARIABLE}=torch)" if os.environ.get(VARIABLE) == "torch" else ""
+    reason = refusal(dtype, (MOST_DIM, MOST_DIM)) if device.type == "cuda" and not forced else None
+    because = f" since {reason}" if reason else ""
+    return f"torch operations{forced}{because}: bmm and softmax for decode, row blocks for prefill"
+
+
 def refusal(dtype: torch.dtype, dims: tuple[int, int]) -> str | None:
     """Why Triton's kernels cannot serve such keys and values; None: they can."""
     if not jit.INSTALLED:
         return "Triton is not installed (pip install triton)"
     if dtype not in DTYPES:
         return f"{dtype} is not one of {', '.join(str(each) for each in DTYPES)}"
-    if max(dims) > MOST_DIM or any(dim % 8 for dim in dims):
-        return f"head dimensions {dims} are not multiples of 8 up to {MOST_DIM}"
+    if max(dims) > MOST_DIM:
+        return f"of the head dimensions {dims} one is above {MOST_DIM}"
     return None
 
 

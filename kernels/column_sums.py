@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvcache.kernels.decode_attention import LOG2E
 from kvcache.kernels.flash import BLOCK_ROWS, block_logits
-from kvcache.kernels.jit import jit, next_power_of_2, tanh, tl
+from kvcache.kernels.jit import LAUNCH, jit, next_power_of_2, tanh, tl
 
 
 def column_sums(
@@ -67,8 +67,7 @@ def column_sums_triton(
     if valid is not None:
         valid = valid.expand(batch, kv_heads, length)
     inner, outer = (scaling * LOG2E, 1.0) if softcap is None else (scaling / softcap, softcap * LOG2E)
-    large = head_dim * query.element_size() > 256
-    block = 64
+    block, rows, warps = _tile(head_dim, query.element_size())
     _column_sums_kernel[(-(-length // block), batch * kv_heads)](
         query,
         keys,
@@ -87,15 +86,23 @@ def column_sums_triton(
         KV_HEADS=kv_heads,
         GROUP=query_heads // kv_heads,
         HEAD_DIM=head_dim,
-        ROWS=32 if large else 128,
+        ROWS=rows,
         BLOCK=block,
-        BLOCK_D=next_power_of_2(head_dim),
+        BLOCK_D=max(16, next_power_of_2(head_dim)),
         HAS_VALID=valid is not None,
         SOFTCAP=softcap is not None,
-        num_warps=4 if large else 8,
+        **LAUNCH,
+        num_warps=warps,
         num_stages=2,
     )
     return mass
+
+
+def _tile(dim: int, element_size: int) -> tuple[int, int, int]:
+    """`(keys, queries, warps)` of a program: what fits the registers of sm_80 and later."""
+    if element_size == 4:  # no matrix instructions: every thread multiplies
+        return (32, 32, 8) if dim <= 128 else (16, 32, 8)
+    return (64, 128, 8) if dim <= 128 else (64, 32, 4)
 
 
 @jit(do_not_specialize=["n", "length", "offset", "first"])

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvcache.kernels.jit import jit, next_power_of_2, tl
+from kvcache.kernels.jit import LAUNCH, jit, next_power_of_2, tl
 
 
 class Moves(NamedTuple):
@@ -145,7 +145,7 @@ def apply_moves(
 
 
 BOOKKEEPING_BLOCK = 256  # slots of one program that copies scores and positions
-MOVES_BLOCK = 4  # entries of one program that copies keys and values
+WARPS = 4  # of a program; each thread copies 16 bytes of a key at a time
 
 
 def apply_moves_triton(
@@ -168,7 +168,8 @@ def apply_moves_triton(
     source = source.contiguous()
     new_keys, new_values = (keys, values) if chunk is None else chunk
     new_keys, new_values = (x if x.stride(3) == 1 else x.contiguous() for x in (new_keys, new_values))
-    move_blocks = -(-moves // MOVES_BLOCK)
+    at_once = max(1, 16 * 32 * WARPS // (next_power_of_2(head_dim) * keys.element_size()))
+    move_blocks = -(-moves // at_once)
     _moves_kernel[(batch * heads, move_blocks + -(-capacity // BOOKKEEPING_BLOCK))](
         keys,
         values,
@@ -189,12 +190,13 @@ def apply_moves_triton(
         KV_HEADS=heads,
         HEAD_DIM=head_dim,
         V_HEAD_DIM=values.shape[3],
-        MOVES=MOVES_BLOCK,
+        MOVES=at_once,
         BLOCK=BOOKKEEPING_BLOCK,
         BLOCK_D=next_power_of_2(head_dim),
         BLOCK_V=next_power_of_2(values.shape[3]),
         HAS_CHUNK=chunk is not None,
-        num_warps=4,
+        **LAUNCH,
+        num_warps=WARPS,
     )
 
 

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvcache.kernels.jit import jit, next_power_of_2, tanh, tl
+from kvcache.kernels.jit import LAUNCH, jit, next_power_of_2, tanh, tl
 
 HALF = (torch.float16, torch.bfloat16)
 LOG2E = 1 / math.log(2)
@@ -174,11 +174,12 @@ def decode_attention_triton(
         HEAD_DIM=head_dim,
         V_HEAD_DIM=v_head_dim,
         BLOCK=block,
-        BLOCK_D=next_power_of_2(head_dim),
-        BLOCK_V=next_power_of_2(v_head_dim),
+        BLOCK_D=max(16, next_power_of_2(head_dim)),
+        BLOCK_V=max(16, next_power_of_2(v_head_dim)),
         HAS_POSITIONS=positions is not None,
         SOFTCAP=softcap is not None,
         WITH_MASS=score is not None,
+        **LAUNCH,
         num_warps=warps,
         num_stages=stages,
     )
@@ -197,11 +198,12 @@ def decode_attention_triton(
         **shape,
         V_HEAD_DIM=v_head_dim,
         BLOCK=MASS_BLOCK,
-        BLOCK_V=next_power_of_2(v_head_dim),
+        BLOCK_V=max(16, next_power_of_2(v_head_dim)),
         SPLITS=next_power_of_2(splits),
         HAS_SINKS=sink_logits is not None,
         HAS_VOTERS=voters is not None,
-        num_warps=4,
+        **LAUNCH,
+        num_warps=4 if tile_rows * v_head_dim <= 8192 else 16,
     )
     return output
 
@@ -209,6 +211,8 @@ def decode_attention_triton(
 def _tile(rows: int, dim: int, element_size: int) -> tuple[int, int, int]:
     """`(slots of a block, warps, pipeline stages)`: what fits registers and shared memory of sm_80 and later."""
     block = 64 if dim * element_size <= 256 else 32
+    if element_size == 4 and rows >= 64:  # no matrix instructions: every thread multiplies
+        return 16, 8, 1
     return block, 4 if rows < 64 else 8, 3 if dim * element_size <= 256 else 2
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvcache.kernels.decode_attention import HALF, LOG2E
-from kvcache.kernels.jit import jit, next_power_of_2, tanh, tl
+from kvcache.kernels.jit import LAUNCH, jit, next_power_of_2, tanh, tl
 
 BLOCK_ROWS = 256  # queries of one block of the torch function
 
@@ -133,8 +133,7 @@ def flash_triton(
     if valid is not None:
         valid = valid.expand(batch, kv_heads, length)
     inner, outer = (scaling * LOG2E, 1.0) if softcap is None else (scaling / softcap, softcap * LOG2E)
-    large = max(head_dim, v_head_dim) * query.element_size() > 256
-    rows = 64
+    rows, block, warps = _tile(max(head_dim, v_head_dim), query.element_size())
     _flash_kernel[(-(-n // rows), batch * query_heads)](
         query,
         keys,
@@ -156,15 +155,23 @@ def flash_triton(
         HEAD_DIM=head_dim,
         V_HEAD_DIM=v_head_dim,
         ROWS=rows,
-        BLOCK=32 if large else 64,
-        BLOCK_D=next_power_of_2(head_dim),
-        BLOCK_V=next_power_of_2(v_head_dim),
+        BLOCK=block,
+        BLOCK_D=max(16, next_power_of_2(head_dim)),
+        BLOCK_V=max(16, next_power_of_2(v_head_dim)),
         HAS_VALID=valid is not None,
         SOFTCAP=softcap is not None,
-        num_warps=8 if large else 4,
+        **LAUNCH,
+        num_warps=warps,
         num_stages=2,
     )
     return output, lse
+
+
+def _tile(dim: int, element_size: int) -> tuple[int, int, int]:
+    """`(queries, keys, warps)` of a program: what fits the registers of sm_80 and later."""
+    if element_size == 4:  # no matrix instructions: every thread multiplies
+        return (32, 32, 8) if dim <= 128 else (16, 16, 8)
+    return (128, 64, 8) if dim <= 128 else (64, 32, 8)
 
 
 @jit(do_not_specialize=["n", "length", "offset"])

@@ -11,6 +11,7 @@ except ImportError:  # not on this platform: the torch functions beside the kern
     tl: Any = SimpleNamespace(constexpr=object)
 
 INSTALLED = triton is not None
+LAUNCH = {"enable_fp_fusion": True}  # of every launch; Triton's default, which 3.9 wants to see said
 
 
 def jit(**options: Any) -> Any:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kvcache.kernels.jit import jit, next_power_of_2, tl
+from kvcache.kernels.jit import LAUNCH, jit, next_power_of_2, tl
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -114,6 +114,7 @@ def rerotate_triton(
         BLOCK_P=next_power_of_2(pairs),
         BLOCK_R=next_power_of_2(max(1, rest)),
         INTERLEAVED=interleaved,
+        **LAUNCH,
         num_warps=4,
     )
     return out

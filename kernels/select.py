@@ -38,6 +38,11 @@ def _sortable(priority: Tensor) -> Tensor:
     return (bits ^ ((bits >> 31) & PROTECTED)).to(torch.int64)
 
 
+def from_host(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A small `[len(values)]` tensor; a GPU takes it in without this process waiting for what it still has to do."""
+    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+
 def kept_slots(order: Tensor, keep: Sequence[int]) -> Tensor:
     """The `keep[row]` slots of each head that leave last.
 
@@ -53,6 +58,6 @@ def kept_slots(order: Tensor, keep: Sequence[int]) -> Tensor:
         dropped = order.topk(slots - most, largest=False, sorted=False).indices
         return torch.ones_like(order, dtype=torch.bool).scatter_(-1, dropped, False)
     best = order.topk(most, sorted=min(keep) < most).indices
-    counts = torch.tensor(keep, device=order.device)[:, None, None]
+    counts = from_host(keep, torch.int64, order.device)[:, None, None]
     stays = (torch.arange(most, device=order.device) < counts).expand(best.shape)
     return torch.zeros_like(order, dtype=torch.bool).scatter_(-1, best, stays)

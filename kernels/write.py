@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kvcache.kernels.jit import jit, next_power_of_2, tl
+from kvcache.kernels.jit import LAUNCH, jit, next_power_of_2, tl
 from kvcache.kernels.select import eviction_order
 
 
@@ -78,6 +78,7 @@ def append_triton(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Te
         BLOCK_D=next_power_of_2(head_dim),
         BLOCK_V=next_power_of_2(values.shape[3]),
         CURSOR=isinstance(start, Tensor),
+        **LAUNCH,
         num_warps=1,
     )
 
@@ -125,6 +126,7 @@ def evict_and_write_triton(
         BLOCK_D=next_power_of_2(head_dim),
         BLOCK_V=next_power_of_2(values.shape[3]),
         FLOATING=priority.dtype == torch.float32,
+        **LAUNCH,
         num_warps=4,
     )
     return rows

@@ -420,13 +420,13 @@ def _version(name: str) -> str:
 def _devices() -> list[tuple[str, str]]:
     import torch
 
-    from kvcache.routing import attention_path
+    from kvcache.kernels.choice import describe
 
     devices = [("cpu", f"{torch.get_num_threads()} threads")]
     devices += [(f"cuda:{i}", torch.cuda.get_device_name(i)) for i in range(torch.cuda.device_count())]
     if torch.backends.mps.is_available():
         devices.append(("mps", "Apple GPU"))
-    return [(device, f"{what}: {attention_path(device)}") for device, what in devices]
+    return [(device, f"{what}: {describe(torch.device(device))}") for device, what in devices]
 
 
 def _support(config: PreTrainedConfig) -> tuple[bool, list[tuple[str, str]]]:

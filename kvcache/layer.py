@@ -12,6 +12,7 @@ from kvcache.errors import StateError
 from kvcache.eviction import Eviction, plan_eviction, positions_ahead
 from kvcache.kernels.choice import TORCH, Kernels, choose
 from kvcache.kernels.decode_attention import MOST_ROWS, MOST_TOKENS
+from kvcache.kernels.select import from_host
 from kvcache.memory import allocate, allocate_rotated
 from kvcache.policies import Policy, Slots
 from kvcache.positions import Rerotation, ranks
@@ -384,7 +385,7 @@ class EvictingLayer(CacheLayerMixin):
 
     def following(self) -> Tensor:
         """`[batch]` int32: the position of each row's next token."""
-        return torch.tensor(self.next_positions, dtype=torch.int32, device=self.device)
+        return from_host(self.next_positions, torch.int32, self.device)
 
     def apply(self, eviction: Eviction, keep: Sequence[int], chunk: tuple[Tensor, Tensor] | None = None) -> None:
         """Carry out an eviction that was planned for this layer.
@@ -480,7 +481,7 @@ class EvictingLayer(CacheLayerMixin):
         if positions is None:
             positions = self.chunk_positions(None, n)
         behind = [held - position for held, position in zip(self.held, self.next_positions, strict=True)]
-        shift = torch.tensor(behind, dtype=torch.int32, device=self.device)[:, None]
+        shift = from_host(behind, torch.int32, self.device)[:, None]
         old, new = origins.clamp(min=0)[:, None], (positions + shift).clamp(min=0)[:, None]
         return self.rerotation(query, old, new, self.kernels), self.rerotation(keys, old, new, self.kernels)
 

@@ -75,11 +75,6 @@ def route(text_config: PreTrainedConfig) -> None:
     text_config._attn_implementation = _names[previous]
 
 
-def attention_path(device: str) -> str:
-    """What computes attention over evicting layers on a device, for people to read."""
-    return f"torch operations ({device}): bmm and softmax for decode, row blocks for prefill"
-
-
 def tag(keys: Tensor, cache: "EvictingCache", layer: "EvictingLayer") -> Tensor:
     """The same keys as a fresh tensor object that leads its attention to `layer` of `cache`."""
     tagged = keys.detach()

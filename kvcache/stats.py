@@ -31,7 +31,8 @@ class LayerStats:
 class Stats:
     """All managed layers, and totals: `bytes` is the sum, the others are the largest of any layer.
 
-    positions: "absolute", or "cache" once keys sit at their ranks.
+    positions: "absolute", or "cache" once keys sit at their ranks. kernels: "triton" or "torch", what computes attention
+    and evictions ("torch, triton" where layers differ, "-" before the first token).
     """
 
     slots: int
@@ -41,6 +42,7 @@ class Stats:
     evicted: int
     evictions: int
     positions: str
+    kernels: str
     layers: tuple[LayerStats, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -57,7 +59,7 @@ class Stats:
         ]
         total = (
             f"{'total':>5} {self.slots:>5} /{self.capacity:>5} {self.bytes:>14,} {self.seen:>9} {self.evicted:>9} "
-            f"{self.evictions:>9}   positions: {self.positions}"
+            f"{self.evictions:>9}   positions: {self.positions}   kernels: {self.kernels}"
         )
         return "\n".join([head, *rows, total])
 
@@ -77,6 +79,7 @@ def collect(layers: Sequence["EvictingLayer"], positions: str) -> Stats:
         largest("evicted"),
         largest("evictions"),
         positions,
+        ", ".join(sorted({layer.kernels.name for layer in layers if layer.is_initialized})) or "-",
         each,
     )
 

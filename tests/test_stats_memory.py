@@ -321,7 +321,7 @@ def test_the_table() -> None:
         LayerStats(3, 1021, 1056, 12_345_678, 70_000, 68_979, 2154, 17),
         LayerStats(11, 8, 16, 512, 70_000, 69_992, 9, None),
     )
-    stats = Stats(1021, 1056, 12_346_190, 70_000, 69_992, 2154, "cache", rows)
+    stats = Stats(1021, 1056, 12_346_190, 70_000, 69_992, 2154, "cache", "torch", rows)
     heading, first, second, total = str(stats).split("\n")
     assert heading.split() == ["layer", "slots", "bytes", "seen", "evicted", "evictions", "oldest"]
     assert first.replace("/", " ").split() == ["3", "1021", "1056", "12,345,678", "70000", "68979", "2154", "17"]
