@@ -6,18 +6,14 @@ Times on shared machines drift, so every ratio is the median over steps of two t
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
-import os
 import platform
 import random
 import statistics
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -33,6 +29,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvcache import Budget, EvictingCache, SinkH2OCache
 from kvcache.evals.generation import CACHE_ARGUMENT
+from kvcache.evals.process_memory import Meter
 from kvcache.models.load import load
 from kvcache.policies import HeavyHitters, Policy, Recency
 from kvcache.routing import AttentionCall
@@ -72,38 +69,6 @@ def _interleaved(actions: dict[str, Callable[[], object]], rounds: int, what: st
 def _ratio(times: Sequence[float], base: Sequence[float]) -> float:
     """Median of the ratios of times taken one after the other."""
     return statistics.median(a / b for a, b in zip(times, base, strict=True))
-
-
-@contextmanager
-def _peak_memory() -> Iterator[list[int]]:
-    """Appends the largest growth of this process' resident memory within, in bytes (sampled every 2 ms)."""
-    _release_free_memory()
-    result: list[int] = []
-    start, peak, done = _resident(), 0, threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not done.wait(0.002):
-            peak = max(peak, _resident())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        yield result
-    finally:
-        done.set()
-        watcher.join()
-        result.append(max(0, peak - start))
-
-
-def _release_free_memory() -> None:
-    """Give freed memory back to the system, so that the next growth is seen (glibc only)."""
-    with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 # ---- caches filled without a model: what they hold does not change what a step costs
@@ -280,7 +245,7 @@ def prefill(model: PreTrainedModel, lengths: Sequence[int], slots: int, rounds: 
         peaks: dict[str, list[int]] = {name: [] for name in makers}
         for _ in track(range(rounds), description=f"prefill {length}", console=Console(stderr=True)):
             for name, make in makers.items():
-                with _peak_memory() as peak:
+                with Meter().peak() as peak:
                     times[name].append(_seconds(partial(run, make)))
                 peaks[name] += peak
         full, mine = times["full"], times["sink_h2o"]

@@ -155,7 +155,9 @@ def _layer_bytes(layer: Any) -> int:
 
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
-        return [value]
+        # A quantised tensor has no memory of its own, only the tensors that it is made of.
+        flatten = getattr(value, "__tensor_flatten__", None)
+        return [value] if flatten is None else _tensors([getattr(value, name) for name in flatten()[0]])
     if isinstance(value, dict):
         value = list(value.values())
     return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, list | tuple) else []

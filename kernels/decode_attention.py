@@ -48,7 +48,7 @@ def decode_attention(
         sink_logits: `[query_heads]`, a learned logit per head that takes part in the normalisation only (gpt-oss).
         score: `[batch, kv_heads, capacity]` fp32: each slot's probabilities, summed over the tokens and the group's
             query heads, are added to the first `slots` in place; None: nothing is observed.
-        voters: `[batch, n]` bool, False for tokens whose probabilities do not count; None: all count.
+        voters: `[batch, n]` bool or fp32, contiguous, how much each token's probabilities count; None: all count 1.
 
     Returns:
         `[batch, n, query_heads, v_head_dim]` in the query's dtype.
@@ -189,7 +189,7 @@ def decode_attention_triton(
         partial_lse,
         logits,
         query if sink_logits is None else sink_logits,
-        query if voters is None else voters,
+        query if voters is None else voters.contiguous(),
         output,
         partial if score is None else score,
         slots,
@@ -330,7 +330,7 @@ def _combine_kernel(
     partial_lse,
     logits,
     sink_logits,  # [query_heads]
-    voters,  # [batch, TOKENS] bool
+    voters,  # [batch, TOKENS] bool or fp32
     output,  # [batch, TOKENS, query_heads, V_HEAD_DIM], written
     score,  # [heads, capacity] fp32, added to
     slots,
@@ -360,21 +360,20 @@ def _combine_kernel(
         mask=(split < splits)[:, None] & real_row[None, :],
         other=-float("inf"),
     )
-    top = tl.max(parts, 0)
+    sink = tl.full([ROWS], -float("inf"), tl.float32)
     if HAS_SINKS:
         sink = tl.load(sink_logits + query_head, mask=real_row, other=0.0).to(tl.float32) * 1.4426950408889634
-        top = tl.maximum(top, sink)
+    top = tl.maximum(tl.max(parts, 0), sink)
     base = tl.where(top == -float("inf"), 0.0, top)
-    total = tl.sum(tl.exp2(parts - base[None, :]), 0)
-    if HAS_SINKS:
-        total += tl.exp2(sink - base)
+    total = tl.sum(tl.exp2(parts - base[None, :]), 0) + tl.exp2(sink - base)
     # A row that sees nothing gets an infinite log-sum-exp: all its weights are 0.
-    lse = tl.where(total > 0, base + tl.log2(tl.where(total > 0, total, 1.0)), float("inf"))
+    something = total > 0.0
+    lse = tl.where(something, base + tl.log2(tl.where(something, total, 1.0)), float("inf"))
     if tl.program_id(1) == 0:
         v = tl.arange(0, BLOCK_V)
         inside = real_row[:, None] & (v < V_HEAD_DIM)[None, :]
         mixed = tl.zeros([ROWS, BLOCK_V], tl.float32)
-        for s in range(0, splits):
+        for s in range(splits):
             weight = tl.exp2(tl.load(lse_row + s * (GROUP * TOKENS), mask=real_row, other=-float("inf")) - lse)
             at = (head.to(tl.int64) * splits + s) * (GROUP * TOKENS) + row
             mixed += weight[:, None] * tl.load(partial + at[:, None] * V_HEAD_DIM + v[None, :], mask=inside, other=0.0)
@@ -391,7 +390,6 @@ def _combine_kernel(
         x = tl.load(logits_row[:, None] + slot[None, :], mask=real_row[:, None] & live[None, :], other=-float("inf"))
         p = tl.exp2(x - lse[:, None])
         if HAS_VOTERS:
-            votes = tl.load(voters + (head // KV_HEADS) * TOKENS + token, mask=real_row, other=0)
-            p = tl.where((votes != 0)[:, None], p, 0.0)
+            p *= tl.load(voters + (head // KV_HEADS) * TOKENS + token, mask=real_row, other=0).to(tl.float32)[:, None]
         here = score + head.to(tl.int64) * capacity + slot
         tl.store(here, tl.load(here, mask=live, other=0.0) + tl.sum(p, 0), mask=live)

@@ -39,7 +39,7 @@ def prefill_attention(
             `n` keys are those of the queries' own tokens.
         scaling, softcap, sink_logits: as in `decode_attention`.
         valid: `[batch, kv_heads or 1, keys]` bool, False where a key is padding; None: none is.
-        voters: `[batch, n]` bool, False for queries whose probabilities do not count as mass (padding).
+        voters: `[batch, n]` bool or fp32, how much each query's probabilities count as mass; None: all count 1.
         with_mass: whether to return the mass.
 
     Returns:
@@ -162,10 +162,9 @@ def prefill_attention_triton(
         output, lse = (output * share(lse, with_sink)).to(output.dtype), with_sink
     if not with_mass:
         return output, None
-    silent = lse == float("-inf")
-    if voters is not None:
-        silent = silent | ~voters[:, None]
-    lse = lse.masked_fill(silent, float("inf"))
+    lse = lse.masked_fill(lse == float("-inf"), float("inf"))
+    if voters is not None:  # exp(logit - (lse - log weight)) counts by its weight, not at all at an infinite shift
+        lse = lse - voters.to(lse.dtype).log()[:, None]
     sums = [
         column_sums_triton(query, piece.keys, lse, scaling, piece.offset, valid=piece.valid, softcap=softcap)
         for piece in pieces

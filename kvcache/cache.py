@@ -8,11 +8,12 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
 
 from kvcache.budget import DEFAULT_MARGIN, Budget
-from kvcache.errors import NotRoutedError, StateError, UnsupportedModelError
+from kvcache.errors import BudgetError, NotRoutedError, StateError, UnsupportedModelError
 from kvcache.eviction import plan_eviction
 from kvcache.layer import EvictingLayer
 from kvcache.models.rope import Rope, find_rope
 from kvcache.models.spec import decoder_config, describe
+from kvcache.pins import Pins
 from kvcache.policies import HeavyHitters, Policy, Recency
 from kvcache.positions import Positions, Rerotation, check_positions
 from kvcache.routing import AttentionCall, route, tag, uncompiled
@@ -57,9 +58,10 @@ class EvictingCache(Cache):
         self.spec = describe(config)
         self.policy, self.budget, self.positions = policy, budget, positions
         self.rope, self._rope_refusal = _rope(config, required=positions == "cache")
+        self.pins = Pins()
         count = len(self.spec.layers)
         layers = [
-            EvictingLayer(index, budget.layer(index, count), policy) if layer.managed else native
+            EvictingLayer(index, budget.layer(index, count), policy, self.rope, self.pins) if layer.managed else native
             for index, (layer, native) in enumerate(
                 zip(self.spec.layers, DynamicCache(config=text).layers, strict=True)
             )
@@ -122,8 +124,37 @@ class EvictingCache(Cache):
         super().reset()
         self._current = None
         self.ranked = self.shifted = False
+        self.pins.replace(Pins())
         if self.positions == "cache":
             self._use_ranks()
+
+    # ---- pins
+
+    def pin(self, start: int, stop: int) -> None:
+        """Keep the tokens at positions `start` to `stop` (not included) from now on, in every layer and row.
+
+        What is evicted already does not come back; what is not seen yet will stay.
+
+        Raises:
+            BudgetError: sinks, window and pins together would not leave a slot to choose in some layer.
+            ValueError: an empty or negative span.
+        """
+        if not 0 <= start < stop:
+            raise ValueError(f"pin({start}, {stop}): give positions with 0 <= start < stop, as in a slice")
+        pins = self.pins.with_span(start, stop)
+        for layer in self.managed:
+            budget, pinned = layer.budget, pins.beyond(layer.budget.sinks)
+            if budget.sinks + budget.window + pinned > budget.slots:
+                raise BudgetError(
+                    f"layer {layer.index}: {budget.sinks} sinks, a window of {budget.window} and {pinned} pinned tokens "
+                    f"behind the sinks exceed its {budget.slots} slots: pin fewer, unpin others, or give the budget more "
+                    "heavy_hitters"
+                )
+        self.pins.replace(pins)
+
+    def unpin(self, start: int, stop: int) -> None:
+        """Let the tokens at positions `start` to `stop` (not included) go when the policy says so."""
+        self.pins.replace(self.pins.without_span(start, stop))
 
     # ---- what people ask
 
@@ -315,9 +346,9 @@ def _evict_full(layers: Sequence[EvictingLayer], n: int) -> None:
 
 def _evict_group(group: Sequence[EvictingLayer]) -> None:
     first = group[0]
-    slots = [layer.live_slots() for layer in group]
-    score, positions = (torch.stack(parts) for parts in zip(*slots, strict=True))
-    priority = torch.stack([first.policy.priority(each) for each in slots])
+    score = torch.stack([layer.score[:, :, : layer.length] for layer in group])
+    positions = torch.stack([layer.positions[:, :, : layer.length] for layer in group])
+    priority = torch.stack([layer.priority() for layer in group])
     keep = [first.budget.slots if held == first.budget.capacity else held for held in first.held]
     origins = None if first.origins is None else torch.stack([_live_origins(layer) for layer in group])
     eviction = plan_eviction(priority, score, positions, first.budget, first.following(), keep, first.length, origins)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,11 +15,24 @@ from kvcache.kernels.choice import TORCH, Kernels, choose
 from kvcache.kernels.decode_attention import MOST_ROWS, MOST_TOKENS
 from kvcache.kernels.select import from_host
 from kvcache.memory import allocate, allocate_rotated
-from kvcache.policies import Policy, Slots
+from kvcache.models.rope import Rope
+from kvcache.pins import Pins
+from kvcache.policies import Policy, Queries, Slots, Votes
 from kvcache.positions import Rerotation, ranks
 from kvcache.routing import AttentionCall, ChunkLength
 
 STATE = ("keys", "values", "rotated", "score", "positions", "origins")
+
+
+class Chunk(NamedTuple):
+    """New keys and values `[batch, kv_heads, n, (v_)head_dim]` that are not in the buffers, and the bookkeeping of the
+    live slots and of them together, `[batch, kv_heads, length + n]`."""
+
+    score: Tensor
+    positions: Tensor
+    keys: Tensor
+    values: Tensor
+    origins: Tensor | None
 
 
 class EvictingLayer(CacheLayerMixin):
@@ -41,11 +55,15 @@ class EvictingLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, index: int, budget: LayerBudget, policy: Policy) -> None:
+    def __init__(
+        self, index: int, budget: LayerBudget, policy: Policy, rope: Rope | None = None, pins: Pins | None = None
+    ) -> None:
         super().__init__()
         self.index = index
         self.budget = budget
         self.policy = policy
+        self.rope = rope
+        self.pins = Pins() if pins is None else pins  # shared by all layers of a cache
         self._clear()
 
     def _clear(self) -> None:
@@ -59,6 +77,7 @@ class EvictingLayer(CacheLayerMixin):
         self.padding: tuple[int, ...] = ()  # per row: padding among the seen
         self.empty: tuple[int, ...] = ()  # per row: slots among the `length` first that hold nothing
         self.staged: tuple[Tensor, Tensor] | None = None  # new keys and values whose attention is still to come
+        self.memory: dict[str, Tensor] = {}  # what the policy gathers of the queries, batch first
         self.gives_way = False  # the next token overwrites a victim in each head (margin 1)
         self.kernels: Kernels = TORCH
 
@@ -157,6 +176,7 @@ class EvictingLayer(CacheLayerMixin):
             for name in STATE:
                 if getattr(self, name) is not None:
                     setattr(self, name, getattr(self, name).index_select(0, indices))
+            self.memory = {name: part.index_select(0, indices) for name, part in self.memory.items()}
         if len(set(self.padding)) > 1 or len(set(self.empty)) > 1:
             rows = indices.tolist()
             self.padding = tuple(self.padding[row] for row in rows)
@@ -178,9 +198,23 @@ class EvictingLayer(CacheLayerMixin):
         """Per row: real tokens held, the same number in every head; a victim counts no longer."""
         return tuple(self.length - self.gives_way - empty for empty in self.empty)
 
-    def live_slots(self) -> Slots:
-        """Score and positions of the slots in use."""
-        return Slots(self.score[:, :, : self.length], self.positions[:, :, : self.length])
+    def priority(self, chunk: Chunk | None = None) -> Tensor:
+        """`[batch, kv_heads, slots]` of the slots in use and of a chunk behind them: the lowest leaves first."""
+        slots = Slots(
+            self.score[:, :, : self.length] if chunk is None else chunk.score,
+            self.positions[:, :, : self.length] if chunk is None else chunk.positions,
+            self.following(),
+            memory=self.memory,
+            rope=self.rope,
+        )
+        if self.policy.needs_keys:
+            keys, values = self.keys[:, :, : self.length], self.values[:, :, : self.length]
+            origins = (self.positions if self.origins is None else self.origins)[:, :, : self.length]
+            if chunk is not None:
+                keys, values = torch.cat((keys, chunk.keys), dim=2), torch.cat((values, chunk.values), dim=2)
+                origins = chunk.positions if chunk.origins is None else chunk.origins
+            slots = slots._replace(keys=keys, values=values, origins=origins)
+        return self.pins.raise_priority(self.policy.priority(slots), slots.positions)
 
     @property
     def is_full(self) -> bool:
@@ -189,7 +223,7 @@ class EvictingLayer(CacheLayerMixin):
 
     def state(self) -> list[Tensor]:
         """Every tensor that the layer holds on to."""
-        return [tensor for name in STATE if (tensor := getattr(self, name)) is not None]
+        return [*(tensor for name in STATE if (tensor := getattr(self, name)) is not None), *self.memory.values()]
 
     def sorted_slots(self) -> tuple[Tensor, Tensor]:
         """`(positions, score)` of the live slots, `[batch, kv_heads, length]` int64 and fp32, by ascending position."""
@@ -216,6 +250,10 @@ class EvictingLayer(CacheLayerMixin):
         keys, values = self.staged
         self.staged = None
         positions = None if call.real is None else self.chunk_positions(call.real, keys.shape[2])
+        if self.policy.observes_queries:
+            origins = self._chunk_origins(positions, call, keys.shape[2])
+            seen = Queries(query, origins, call.real, keys.shape[1], self.rope)
+            self.policy.observe_queries(self.memory, seen)
         rotated = None
         if self.rerotation is not None:
             query, rotated = self._rotate_chunk(query, keys, positions, call)
@@ -256,7 +294,6 @@ class EvictingLayer(CacheLayerMixin):
 
     def _overwrite(self, keys: Tensor, values: Tensor, positions: Tensor | None, call: AttentionCall) -> None:
         """One token per row over the slot that each head gives up; nothing else moves."""
-        slots, following = self.live_slots(), self.following()
         rows = self.kernels.evict_and_write(
             self.keys,
             self.values,
@@ -264,10 +301,10 @@ class EvictingLayer(CacheLayerMixin):
             self.positions,
             keys,
             values,
-            self.policy.priority(slots),
+            self.priority(),
             self.budget.sinks,
             self.budget.window,
-            following,
+            self.following(),
         )
         heads = keys.shape[1]
         if positions is not None:
@@ -280,7 +317,9 @@ class EvictingLayer(CacheLayerMixin):
 
     def _decode(self, query: Tensor, call: AttentionCall) -> Tensor:
         """Attention of a few tokens per row over the live slots, the last of which (or any one) are their own."""
-        mass = self._mass_to_add()
+        mass = weights = None
+        if self.policy.observes_mass:
+            mass, weights = self._mass_to_add(query.shape[2], call)
         output = self.kernels.decode_attention(
             query,
             self.keys if self.rotated is None else self.rotated,
@@ -291,34 +330,72 @@ class EvictingLayer(CacheLayerMixin):
             softcap=call.softcap,
             sink_logits=call.sink_logits,
             score=mass,
-            voters=call.real,
+            voters=weights,
         )
         if mass is not None and mass is not self.score:
             self.policy.observe(self.score[:, :, : self.length], mass[:, :, : self.length])
         return output
 
-    def _mass_to_add(self) -> Tensor | None:
-        """Where attention adds its mass: the score itself, unless the policy makes something else of it."""
-        if not self.policy.observes_mass:
-            return None
-        return self.score if self.policy.sums_mass else torch.zeros_like(self.score)
+    def _mass_to_add(self, n: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        """Where attention adds its mass: the score, unless the policy makes something else of it; and its weights."""
+        votes = self.policy.votes(n)
+        if votes.kept != 1:
+            self.score.narrow(2, 0, self.length).mul_(votes.kept)
+        target = self.score if self.policy.sums_mass else torch.zeros_like(self.score)
+        return target, self._weights(votes, n, call)
+
+    def _weights(self, votes: Votes, n: int, call: AttentionCall) -> Tensor | None:
+        """`[batch, n]` bool or fp32, how much each query counts; None: all count 1."""
+        weights = votes.weights
+        if weights is None and votes.tokens < n:
+            weights = torch.arange(n) >= n - votes.tokens
+        if weights is None:
+            return call.real
+        weights = weights.to(self.device, non_blocking=True).expand(self.batch_size, n)
+        return weights if call.real is None else weights * call.real
 
     def _prefill(self, query: Tensor, call: AttentionCall) -> Tensor:
         """Attention of several tokens per row over the live slots, the last of which are their own."""
         keys = self.keys if self.rotated is None else self.rotated
-        output, mass = self.kernels.prefill_attention(
-            query,
-            [(keys[:, :, : self.length], self.values[:, :, : self.length])],
-            call.scaling,
-            valid=self._valid(),
-            voters=call.real,
-            softcap=call.softcap,
-            sink_logits=call.sink_logits,
-            with_mass=self.policy.observes_mass,
-        )
+        sources = [(keys[:, :, : self.length], self.values[:, :, : self.length])]
+        output, mass = self._attention(query, sources, self._valid(), call)
         if mass is not None:
-            self.policy.observe(self.score[:, :, : self.length], mass)
+            self._take_in(self.score[:, :, : self.length], mass, query.shape[2])
         return output
+
+    def _attention(
+        self, query: Tensor, sources: list[tuple[Tensor, Tensor]], valid: Tensor | None, call: AttentionCall
+    ) -> tuple[Tensor, Tensor | None]:
+        """`(output, mass or None)`. Where only the last queries vote, their mass is computed apart: it is little."""
+        n = query.shape[2]
+
+        def attention(newest: int, voters: Tensor | None, with_mass: bool) -> tuple[Tensor, Tensor | None]:
+            return self.kernels.prefill_attention(
+                query[:, :, n - newest :],
+                sources,
+                call.scaling,
+                valid=valid,
+                voters=voters,
+                softcap=call.softcap,
+                sink_logits=call.sink_logits,
+                with_mass=with_mass,
+            )
+
+        if not self.policy.observes_mass:
+            return attention(n, None, False)
+        votes = self.policy.votes(n)
+        if votes.tokens == n:
+            return attention(n, self._weights(votes, n, call), True)
+        output, _ = attention(n, None, False)
+        real = None if call.real is None else call.real[:, n - votes.tokens :]
+        _, mass = attention(votes.tokens, self._weights(votes, votes.tokens, call._replace(real=real)), True)
+        return output, mass
+
+    def _take_in(self, score: Tensor, mass: Tensor, n: int) -> None:
+        kept = self.policy.votes(n).kept
+        if kept != 1:
+            score.mul_(kept)
+        self.policy.observe(score, mass)
 
     def _valid(self) -> Tensor | None:
         """`[batch, kv_heads, length]` bool, False where a slot holds nothing; None: all hold something."""
@@ -345,25 +422,16 @@ class EvictingLayer(CacheLayerMixin):
         if self.origins is not None:
             all_origins = self._with_chunk(self.origins, self._chunk_origins(positions, call, n))
         valid = all_positions >= 0 if positions is not None or any(self.empty) else None
-        output, mass = self.kernels.prefill_attention(
-            query,
-            sources,
-            call.scaling,
-            valid=valid,
-            voters=call.real,
-            softcap=call.softcap,
-            sink_logits=call.sink_logits,
-            with_mass=self.policy.observes_mass,
-        )
+        output, mass = self._attention(query, sources, valid, call)
         score = torch.nn.functional.pad(self.score[:, :, : self.length], (0, n))
         if mass is not None:
-            self.policy.observe(score, mass)
+            self._take_in(score, mass, n)
         self.seen += n
         totals = self._count_padding(call.real, tuple(held + n for held in self.held))
         over = [total > self.budget.capacity for total in totals]  # these go down to the budget, the others keep all
         keep = [self.budget.slots if too_many else total for too_many, total in zip(over, totals, strict=True)]
         eviction = plan_eviction(
-            self.policy.priority(Slots(score, all_positions)),
+            self.priority(Chunk(score, all_positions, keys, values, all_origins)),
             score,
             all_positions,
             self.budget,

@@ -31,8 +31,8 @@ class LayerStats:
 class Stats:
     """All managed layers, and totals: `bytes` is the sum, the others are the largest of any layer.
 
-    positions: "absolute", or "cache" once keys sit at their ranks. kernels: "triton" or "torch", what computes attention
-    and evictions ("torch, triton" where layers differ, "-" before the first token).
+    positions: "absolute", or "cache" once keys sit at their ranks. kernels: "triton" or "torch", what computes
+    attention and evictions ("torch, triton" where layers differ, "-" before the first token).
     """
 
     slots: int

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, MambaConfig, PreTrainedConfig, PreTrainedModel
 
 from kvcache.errors import UnsupportedModelError
-from kvcache.kernels.rotate import rotate
+from kvcache.kernels.rotate import cos_sin, rotate
 from kvcache.models import tiny
 from kvcache.models.rope import Rope, find_rope
 from kvcache.models.spec import LayerSpec, decoder_config, describe
@@ -97,7 +97,7 @@ def assert_rotates_like(model: PreTrainedModel, rope: Rope, positions: Tensor) -
     kinds = [layer.kind for layer in describe(model.config).layers if layer.kind in ("full", "sliding")]
     calls = rotated_by_the_model(model, positions)
     assert len(calls) == len(kinds), "some layers do not rotate"
-    cos, sin = (part[:, None] for part in rope.cos_sin(positions))
+    cos, sin = (part[:, None] for part in cos_sin(positions, rope.inverse_frequencies, rope.scaling))
     assert cos.dtype == torch.float32
     compared = 0
     for kind, (*before, new_q, new_k) in zip(kinds, calls, strict=True):
@@ -144,7 +144,7 @@ def test_two_rotations_in_one_model() -> None:
     """Gemma 3's sliding layers turn with a base of their own: the full ones' is meant."""
     model = small("gemma3")
     rope, positions = find_rope(model.config), random_positions(400)
-    cos, sin = (part[:, None] for part in rope.cos_sin(positions))
+    cos, sin = (part[:, None] for part in cos_sin(positions, rope.inverse_frequencies, rope.scaling))
     sliding, full = rotated_by_the_model(model, positions)[:2]
     assert torch.allclose(rotate(full[1], cos, sin, rope.interleaved), full[3], atol=2e-5)
     assert not torch.allclose(rotate(sliding[1], cos, sin, rope.interleaved), sliding[3], atol=0.1)
@@ -182,16 +182,6 @@ def test_partial_rotation_and_layouts() -> None:
     assert not any(find_rope(tiny.build_config(name)).interleaved for name in ROTARY)
     glm = find_rope(other_config("glm"))
     assert glm.interleaved and len(glm.inverse_frequencies) == 3
-
-
-def test_cos_sin_of_any_shape() -> None:
-    rope = Rope(torch.tensor([1.0, 0.5]), 2.0, False)
-    cos, sin = rope.cos_sin(torch.tensor([[[0, 3]], [[1, 7]]], dtype=torch.int32))
-    assert cos.shape == sin.shape == (2, 1, 2, 2)
-    assert cos[0, 0, 0].tolist() == [2, 2] and sin[0, 0, 0].tolist() == [0, 0]
-    expected = torch.tensor([7.0, 3.5])
-    torch.testing.assert_close(cos[1, 0, 1], 2 * expected.cos())
-    torch.testing.assert_close(sin[1, 0, 1], 2 * expected.sin())
 
 
 def _dynamic() -> PreTrainedConfig:

@@ -327,7 +327,7 @@ def test_the_table() -> None:
     assert first.replace("/", " ").split() == ["3", "1021", "1056", "12,345,678", "70000", "68979", "2154", "17"]
     assert second.replace("/", " ").split() == ["11", "8", "16", "512", "70000", "69992", "9", "-"]
     assert total.replace("/", " ").split()[:7] == ["total", "1021", "1056", "12,346,190", "70000", "69992", "2154"]
-    assert total.endswith("cache")
+    assert total.endswith("positions: cache   kernels: torch")
     assert len(heading) == len(first) == len(second)
     for name, number in (("bytes", "12,345,678"), ("seen", "70000"), ("evictions", "2154"), ("oldest", "17")):
         assert heading.index(name) + len(name) == first.index(number) + len(number)

@@ -1,9 +1,18 @@
 """What a policy is: what it observes, and the priority it gives to each slot."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from torch import Tensor
+
+from kvcache.policies.observation import Everything, Votes
+
+if TYPE_CHECKING:
+    from kvcache.models.rope import Rope
+
+ALL = Everything()
 
 
 class Slots(NamedTuple):
@@ -11,24 +20,58 @@ class Slots(NamedTuple):
 
     score: `[batch, kv_heads, slots]` fp32, what `Policy.observe` made of the attention mass.
     positions: `[batch, kv_heads, slots]` int32, -1 where a slot holds nothing.
+    following: `[batch]` int32, the position of each row's next token; None where a test asks for nothing of it.
+    keys, values: `[batch, kv_heads, slots, (v_)head_dim]`, keys as the model rotated them; for policies that say
+        `needs_keys`, else None.
+    origins: `[batch, kv_heads, slots]` int32, where the model put each key; with the keys only.
+    memory: what `Policy.observe_queries` gathered, by name.
+    rope: the model's rotary embedding, None where it has none that the engine knows.
     """
 
     score: Tensor
     positions: Tensor
+    following: Tensor | None = None
+    keys: Tensor | None = None
+    values: Tensor | None = None
+    origins: Tensor | None = None
+    memory: dict[str, Tensor] | None = None
+    rope: Rope | None = None
+
+
+class Queries(NamedTuple):
+    """A forward's queries, for policies that say `observes_queries`.
+
+    query: `[batch, query_heads, n, head_dim]`, rotated by the model at `origins` `[batch, n]` int32.
+    real: `[batch, n]` bool, False for padding; None: none is. kv_heads: of the layer. rope: as in `Slots`.
+    """
+
+    query: Tensor
+    origins: Tensor
+    real: Tensor | None
+    kv_heads: int
+    rope: Rope | None
 
 
 class Policy(ABC):
-    """Ranks the slots; sinks, window and padding are taken care of by the layer. Subclass as a frozen dataclass."""
+    """Ranks the slots; the layer takes care of sinks, window, pins and padding. Subclass as a frozen dataclass."""
 
     observes_mass: ClassVar[bool]
-    """Whether the attention mass of every query is wanted; False costs nothing in attention."""
+    """Whether attention mass is wanted; False costs nothing in attention."""
+    observes_queries: ClassVar[bool] = False
+    """Whether `observe_queries` wants to see the queries of every forward."""
+    needs_keys: ClassVar[bool] = False
+    """Whether `priority` looks at keys and values."""
+
+    def votes(self, n: int) -> Votes:
+        """Which queries of a forward of `n` tokens count, and what the score keeps of what it was."""
+        return ALL.votes(n)
 
     def observe(self, score: Tensor, mass: Tensor) -> None:
-        """Take in one forward's attention mass, in place.
+        """Take in one forward's attention mass, in place; the score has kept its part of what it was already.
 
         Args:
             score: `[batch, kv_heads, slots]` fp32, of the live slots; new ones are 0.
-            mass: same shape, probabilities summed over the queries of the forward and the group's query heads.
+            mass: same shape, probabilities summed over the queries that vote and the group's query heads.
         """
         score.add_(mass)
 
@@ -36,6 +79,15 @@ class Policy(ABC):
     def sums_mass(self) -> bool:
         """Whether `observe` is the plain sum, which attention kernels do on the way."""
         return type(self).observe is Policy.observe
+
+    def observe_queries(self, memory: dict[str, Tensor], queries: Queries) -> None:
+        """Take in a forward's queries.
+
+        Args:
+            memory: of this layer, empty at first; tensors whose first dimension is the batch (rows are reordered,
+                repeated and selected with the cache).
+        """
+        raise NotImplementedError(f"{type(self).__name__} observes queries but does not say what of them")
 
     @abstractmethod
     def priority(self, slots: Slots) -> Tensor:

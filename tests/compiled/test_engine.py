@@ -1,4 +1,4 @@
-"""A whole decode step of the engine on a device that cannot be asked anything: the host code that a GPU would see.
+"""A decode step of the engine on a device that cannot be asked anything: the host code that a GPU would see.
 
 Meta tensors have no data, so `.item()`, `.tolist()`, `bool(tensor)` and `.cpu()` raise: a step that runs on them does not
 wait for its device. Prefill may ask (is there padding? are the keys finite?), so it happens on the CPU first.
@@ -50,7 +50,8 @@ def on_meta(policy: Policy, margin: int, positions: Any, batch: int = 2) -> tupl
     ids = torch.arange(PROMPT).expand(batch, PROMPT)
     with torch.no_grad():
         call(model, cache, ids)
-    model = model.to(META)
+    on_device: Any = model
+    on_device.to(META)
     for layer in cache.managed:
         for name in STATE:
             if getattr(layer, name) is not None:
@@ -123,7 +124,8 @@ def test_a_prefill_takes_flash_and_column_sums(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv(VARIABLE, "triton")
     monkeypatch.setattr("kvcache.layer._is_finite", lambda keys: True)
     monkeypatch.setattr("kvcache.cache._check_position_ids", lambda *args: False)
-    model = tiny.build("llama", dtype=torch.bfloat16).to(META)
+    model: Any = tiny.build("llama", dtype=torch.bfloat16)
+    model.to(META)
     cache = EvictingCache(model.config, HeavyHitters(), Budget(2, 6, 8, 4), "absolute")
     with fake_gpu("sm_90") as launches, torch.no_grad():
         call(model, cache, torch.zeros(2, 40, dtype=torch.int64, device=META))
