@@ -365,7 +365,7 @@ def _combine_kernel(
         sink = tl.load(sink_logits + query_head, mask=real_row, other=0.0).to(tl.float32) * 1.4426950408889634
     top = tl.maximum(tl.max(parts, 0), sink)
     base = tl.where(top == -float("inf"), 0.0, top)
-    total = tl.sum(tl.exp2(parts - base[None, :]), 0) + tl.exp2(sink - base)
+    total = tl.exp2(sink - base) + tl.sum(tl.exp2(parts - base[None, :]), 0)
     # A row that sees nothing gets an infinite log-sum-exp: all its weights are 0.
     something = total > 0.0
     lse = tl.where(something, base + tl.log2(tl.where(something, total, 1.0)), float("inf"))

@@ -146,9 +146,9 @@ class EvictingCache(Cache):
             budget, pinned = layer.budget, pins.beyond(layer.budget.sinks)
             if budget.sinks + budget.window + pinned > budget.slots:
                 raise BudgetError(
-                    f"layer {layer.index}: {budget.sinks} sinks, a window of {budget.window} and {pinned} pinned tokens "
-                    f"behind the sinks exceed its {budget.slots} slots: pin fewer, unpin others, or give the budget more "
-                    "heavy_hitters"
+                    f"layer {layer.index}: {budget.sinks} sinks, a window of {budget.window} and {pinned} pinned "
+                    f"tokens behind the sinks exceed its {budget.slots} slots: pin fewer, unpin others, or give the "
+                    "budget more heavy_hitters"
                 )
         self.pins.replace(pins)
 

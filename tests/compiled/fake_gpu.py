@@ -74,21 +74,22 @@ class FakeDriver:
 @contextmanager
 def fake_gpu(target: str) -> Iterator[list[Launch]]:
     """Within, Triton's launches compile for `target` (a name of `TARGETS`) and are recorded in the list."""
-    driver = FakeDriver(TARGETS[target])
-    initialise = triton.compiler.CompiledKernel._init_handles
+    driver: Any = FakeDriver(TARGETS[target])
+    compiled: Any = triton.compiler.CompiledKernel
+    initialise = compiled._init_handles
 
     def remember(kernel: Any) -> None:
         driver._compiling = kernel
         initialise(kernel)
 
     before = triton.runtime.driver._active
-    triton.compiler.CompiledKernel._init_handles = remember
+    compiled._init_handles = remember
     triton.runtime.driver.set_active(driver)
     try:
         yield driver.launches
     finally:
         triton.runtime.driver._active = before
-        triton.compiler.CompiledKernel._init_handles = initialise
+        compiled._init_handles = initialise
 
 
 @dataclass(frozen=True)

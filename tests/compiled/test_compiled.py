@@ -82,7 +82,8 @@ def moves(dim: int, dtype: torch.dtype = BF16, chunk: bool = False) -> None:
     keys = meta(2, HEADS, CAPACITY, dim, dtype=dtype)
     score, positions = meta(2, HEADS, CAPACITY, dtype=FP32), meta(2, HEADS, CAPACITY, dtype=torch.int32)
     source, rows = meta(2, HEADS, 32, dtype=torch.int64), meta(2 * HEADS * 32, dtype=torch.int64)
-    new = (as_models_give(2, HEADS, 513, dim, dtype),) * 2 if chunk else None
+    part = as_models_give(2, HEADS, 513, dim, dtype)
+    new = (part, part) if chunk else None
     apply_moves_triton(keys, keys, score, positions, score, positions, source, rows, rows, 1031, new)
 
 

@@ -1,7 +1,7 @@
 """A decode step of the engine on a device that cannot be asked anything: the host code that a GPU would see.
 
-Meta tensors have no data, so `.item()`, `.tolist()`, `bool(tensor)` and `.cpu()` raise: a step that runs on them does not
-wait for its device. Prefill may ask (is there padding? are the keys finite?), so it happens on the CPU first.
+Meta tensors have no data, so `.item()`, `.tolist()`, `bool(tensor)` and `.cpu()` raise: a step that runs on them does
+not wait for its device. Prefill may ask (is there padding? are the keys finite?), so it happens on the CPU first.
 """
 
 from __future__ import annotations
