@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvcache.kernels.decode_attention import LOG2E
 from kvcache.kernels.flash import BLOCK_ROWS, block_logits
-from kvcache.kernels.jit import LAUNCH, jit, next_power_of_2, tanh, tl
+from kvcache.kernels.jit import LAUNCH, jit, launcher, next_power_of_2, tanh, tl
 
 
 def column_sums(
@@ -47,6 +47,7 @@ def column_sums(
 # ---- Triton
 
 
+@launcher
 def column_sums_triton(
     query: Tensor,
     keys: Tensor,

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvcache.kernels.jit import LAUNCH, jit, next_power_of_2, tl
+from kvcache.kernels.jit import LAUNCH, jit, launcher, next_power_of_2, tl
 
 
 class Moves(NamedTuple):
@@ -148,6 +148,7 @@ BOOKKEEPING_BLOCK = 256  # slots of one program that copies scores and positions
 WARPS = 4  # of a program; each thread copies 16 bytes of a key at a time
 
 
+@launcher
 def apply_moves_triton(
     keys: Tensor,
     values: Tensor,

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvcache.kernels.jit import LAUNCH, jit, next_power_of_2, tanh, tl
+from kvcache.kernels.jit import LAUNCH, jit, launcher, next_power_of_2, tanh, tl
 
 HALF = (torch.float16, torch.bfloat16)
 LOG2E = 1 / math.log(2)
@@ -115,6 +115,7 @@ def sink_share(logits: Tensor, sink_logits: Tensor) -> Tensor:
 # ---- Triton
 
 
+@launcher
 def decode_attention_triton(
     query: Tensor,
     keys: Tensor,
@@ -137,6 +138,7 @@ def decode_attention_triton(
     kv_heads, capacity, v_head_dim = values.shape[1:]
     group, heads = query_heads // kv_heads, batch * kv_heads
     assert group * n <= MOST_ROWS, (group, n, MOST_ROWS)
+    assert positions is None or (positions.is_contiguous() and positions.shape == keys.shape[:3]), positions
     assert score is None or (score.is_contiguous() and score.dtype == torch.float32)
     assert keys.is_contiguous() and values.is_contiguous() and keys.shape[2] == capacity, (keys.shape, values.shape)
     assert query.dtype == keys.dtype == values.dtype, (query.dtype, keys.dtype, values.dtype)
@@ -188,7 +190,7 @@ def decode_attention_triton(
         partial,
         partial_lse,
         logits,
-        query if sink_logits is None else sink_logits,
+        query if sink_logits is None else sink_logits.contiguous(),
         query if voters is None else voters.contiguous(),
         output,
         partial if score is None else score,

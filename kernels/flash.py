@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvcache.kernels.decode_attention import HALF, LOG2E
-from kvcache.kernels.jit import LAUNCH, jit, next_power_of_2, tanh, tl
+from kvcache.kernels.jit import LAUNCH, jit, launcher, next_power_of_2, tanh, tl
 
 BLOCK_ROWS = 256  # queries of one block of the torch function
 
@@ -108,6 +108,7 @@ def share(part: Tensor, whole: Tensor) -> Tensor:
 # ---- Triton
 
 
+@launcher
 def flash_triton(
     query: Tensor,
     keys: Tensor,
@@ -119,12 +120,12 @@ def flash_triton(
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same by torch's flash attention where it serves, else by our kernel (one launch)."""
-    if query.is_cuda and query.dtype in HALF and _is_plain(query, keys, values, offset, valid, softcap):
+    if _is_plain(query, keys, values, offset, valid, softcap) and _torch_serves(query):
         causal = offset == 0 and query.shape[2] > 1
         output, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
             query, keys, values, 0.0, causal, False, scale=scaling
         )
-        return output.transpose(1, 2), lse
+        return output.transpose(1, 2), lse[:, :, : query.shape[2]]
     query, keys, values = (x if x.stride(3) == 1 else x.contiguous() for x in (query, keys, values))
     batch, query_heads, n, head_dim = query.shape
     kv_heads, length, v_head_dim = values.shape[1:]
@@ -165,6 +166,13 @@ def flash_triton(
         num_stages=2,
     )
     return output, lse
+
+
+def _torch_serves(query: Tensor) -> bool:
+    """Whether torch has flash attention for such queries: half precision, rows of 16 bytes, sm_80 and later."""
+    if not query.is_cuda or query.dtype not in HALF or query.shape[3] % 8 or query.shape[3] > 256:
+        return False
+    return torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
 def _tile(dim: int, element_size: int) -> tuple[int, int, int]:

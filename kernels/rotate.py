@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kvcache.kernels.jit import LAUNCH, jit, next_power_of_2, tl
+from kvcache.kernels.jit import LAUNCH, jit, launcher, next_power_of_2, tl
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -76,6 +76,7 @@ def cos_sin(positions: Tensor, frequencies: Tensor, scaling: float) -> tuple[Ten
 BLOCK = 16  # rows of one program
 
 
+@launcher
 def rerotate_triton(
     x: Tensor,
     old: Tensor,
@@ -100,7 +101,7 @@ def rerotate_triton(
         out,
         old,
         new,
-        frequencies.to(x.device),
+        frequencies.to(x.device).contiguous(),
         scaling,
         n,
         *x.stride()[:3],

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kvcache.kernels.jit import LAUNCH, jit, next_power_of_2, tl
+from kvcache.kernels.jit import LAUNCH, jit, launcher, next_power_of_2, tl
 from kvcache.kernels.select import eviction_order
 
 
@@ -58,6 +58,7 @@ def evict_and_write(
 # ---- Triton
 
 
+@launcher
 def append_triton(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, start: int | Tensor) -> None:
     """The same in one launch; `start` may be an int32 tensor of one element on the device."""
     batch, heads, n, head_dim = new_keys.shape
@@ -83,6 +84,7 @@ def append_triton(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Te
     )
 
 
+@launcher
 def evict_and_write_triton(
     keys: Tensor,
     values: Tensor,
