@@ -28,7 +28,7 @@ def launcher(function: _Function) -> _Function:
     """Launch on the device of the first argument: Triton takes the current one, wherever the tensors are."""
 
     @wraps(function)
-    def on_its_device(first: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+    def on_its_device(first: torch.Tensor, /, *arguments: Any, **options: Any) -> Any:
         with torch.cuda.device_of(first):
             return function(first, *arguments, **options)
 

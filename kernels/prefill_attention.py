@@ -173,7 +173,7 @@ def prefill_attention_triton(
 
 
 class _Piece(NamedTuple):
-    """Keys that all queries see (`offset` is their number), or the queries' own (`offset` 0)."""
+    """Keys that all queries see (`offset` is their number), or of the queries' own tokens, as far behind their first."""
 
     keys: Tensor
     values: Tensor
@@ -191,5 +191,6 @@ def _pieces(sources: Sequence[tuple[Tensor, Tensor]], n: int, valid: Tensor | No
                 continue
             first = start + part.start
             here = None if valid is None else valid[:, :, first : first + length]
-            yield _Piece(keys[:, :, part], values[:, :, part], length if first < total - n else 0, here)
+            offset = length if first < total - n else total - n - first
+            yield _Piece(keys[:, :, part], values[:, :, part], offset, here)
         start += keys.shape[2]

@@ -118,8 +118,7 @@ def brute_attention(
         sink = 0.0 if sink_logits is None else math.exp(float(sink_logits[head]))
         probabilities = weights / (weights.sum() + sink)
         output[row, i, head] = probabilities @ values[row, kv_head, seen]
-        if voters is None or bool(voters[row, i]):
-            mass[row, kv_head, seen] += probabilities
+        mass[row, kv_head, seen] += probabilities * (1.0 if voters is None else float(voters[row, i]))
     return output, mass
 
 
@@ -325,6 +324,20 @@ def test_decode_voters(kernels: Kernels, n: int, contiguous: bool) -> None:
     decoded.check(torch.float32)
     if n == 1:
         assert bool((decoded.mass[1] == 0).all())
+
+
+def weights_of(batch: int, n: int, seed: int) -> Tensor:
+    """`[batch, n]` fp32, how much queries count: some not at all, some more than once."""
+    return 2 * normal(batch, n, seed=seed, dtype=torch.float32).abs() * mostly(batch, n, seed=seed + 1)
+
+
+@both
+@pytest.mark.parametrize("n", [1, 5])
+@pytest.mark.parametrize("group", [1, 3])
+def test_decode_voters_that_count_more_or_less(kernels: Kernels, n: int, group: int) -> None:
+    case = Case(batch=3, group=group, held=(40,), n=n)
+    sink_logits = normal(case.query_heads, seed=5)
+    run_decode(kernels, case, voters=weights_of(3, n, seed=n), sink_logits=sink_logits).check(torch.float32)
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -570,7 +583,7 @@ def test_flash(pieces: Pieces, square: Square, dtype: torch.dtype) -> None:
 @both_pieces
 @pytest.mark.parametrize(
     ("head_dim", "v_head_dim"),
-    [(64, 64), (80, 80), (96, 64), (128, 128), (256, 256), (64, 256), (256, 8), (12, 20), (2, 1)],
+    [(64, 64), (80, 80), (96, 64), (128, 128), (256, 256), (64, 256), (256, 8), (12, 12), (12, 20), (2, 1)],
 )
 def test_flash_of_head_dimensions(pieces: Pieces, head_dim: int, v_head_dim: int) -> None:
     square = Square(34, 70, 36, batch=1, group=1, head_dim=head_dim, v_head_dim=v_head_dim)
@@ -860,6 +873,19 @@ def test_prefill_options(
     assert_attention(actual, expected, dtype)
     if padding is not None:
         assert bool((actual[1][~options["valid"].expand(-1, 3, -1)] == 0).all())
+
+
+@blocks
+def test_prefill_voters_that_count_more_or_less(kernels: Kernels, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights; also where a query sees nothing."""
+    cut_into_blocks(block, monkeypatch)
+    for dtype in (torch.float32, torch.float64) if kernels is TORCH else (torch.float32,):
+        case = Case(batch=2, kv_heads=1, group=2, held=(17,), n=70, dtype=dtype)
+        valid = torch.arange(case.total, device=DEVICE).expand(2, 1, -1) >= on_device([[[0]], [[20]]])
+        voters = weights_of(2, 70, seed=8)
+        voters[1, :3] = 0
+        actual, expected = run_prefill(kernels, case, valid=valid, voters=voters)
+        assert_attention(actual, expected, dtype)
 
 
 @pytest.mark.parametrize("sinks", [False, True])
