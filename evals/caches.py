@@ -9,8 +9,9 @@ from typing import Any
 
 from transformers import Cache, DynamicCache, PreTrainedConfig, QuantizedCache
 
-from kvcache.budget import DEFAULT_MARGIN
-from kvcache.cache import SinkH2OCache, StreamingLLMCache
+from kvcache.budget import DEFAULT_MARGIN, Budget
+from kvcache.cache import EvictingCache, SinkH2OCache, StreamingLLMCache
+from kvcache.policies import TOVA, Everything, HeavyHitters, KeyDiff, KeyNorm, Last, Policy, Pool, Random, SnapKV
 
 Value = int | float | str
 Factory = Callable[..., Cache]
@@ -209,6 +210,57 @@ def _sink_h2o(
     return SinkH2OCache(config, sinks, window, heavy_hitters, margin, positions)
 
 
+def _heavy_hitters(
+    config: PreTrainedConfig,
+    *,
+    decay: float = 1.0,
+    queries: int = 0,
+    pool: int = 1,
+    normalised: int = 0,
+    sinks: int = SINKS,
+    window: int = 508,
+    heavy_hitters: int = 512,
+    margin: int = DEFAULT_MARGIN,
+    positions: Any = "auto",
+) -> Cache:
+    """SinkH2OCache with the policy's options: of the last `queries` queries (0: of all), pooled over `pool` tokens."""
+    observed = Last(queries) if queries else Everything(decay)
+    policy = HeavyHitters(observed, Pool(pool) if pool > 1 else None, bool(normalised))
+    return EvictingCache(config, policy, Budget(sinks, window, heavy_hitters, margin), positions)
+
+
+def _snapkv(
+    config: PreTrainedConfig,
+    *,
+    queries: int = 8,
+    pool: int = 15,
+    sinks: int = SINKS,
+    window: int = 508,
+    heavy_hitters: int = 512,
+    margin: int = DEFAULT_MARGIN,
+    positions: Any = "auto",
+) -> Cache:
+    policy = SnapKV(Last(queries), Pool(pool) if pool > 1 else None)
+    return EvictingCache(config, policy, Budget(sinks, window, heavy_hitters, margin), positions)
+
+
+def _of(policy: Policy) -> Factory:
+    """A cache with a policy that has no options."""
+
+    def factory(
+        config: PreTrainedConfig,
+        *,
+        sinks: int = SINKS,
+        window: int = 508,
+        heavy_hitters: int = 512,
+        margin: int = DEFAULT_MARGIN,
+        positions: Any = "auto",
+    ) -> Cache:
+        return EvictingCache(config, policy, Budget(sinks, window, heavy_hitters, margin), positions)
+
+    return factory
+
+
 def _quantized(
     config: PreTrainedConfig,
     *,
@@ -231,6 +283,12 @@ for _name, _factory in {
     "window": _window,
     "streaming_llm": _streaming_llm,
     "sink_h2o": _sink_h2o,
+    "heavy_hitters": _heavy_hitters,
+    "snapkv": _snapkv,
+    "tova": _of(TOVA()),
+    "key_norm": _of(KeyNorm()),
+    "key_diff": _of(KeyDiff()),
+    "random": _of(Random()),
     "quantized": _quantized,
     "recompute": _recompute,
 }.items():

@@ -2,19 +2,29 @@
 
 from kvcache.policies.base import Policy, Queries, Slots
 from kvcache.policies.heavy_hitters import HeavyHitters
+from kvcache.policies.key_diff import KeyDiff
+from kvcache.policies.key_norm import KeyNorm
 from kvcache.policies.observation import Everything, Last, Observation, Votes
 from kvcache.policies.pooling import Pool
+from kvcache.policies.random import Random
 from kvcache.policies.recency import Recency
+from kvcache.policies.snapkv import SnapKV
+from kvcache.policies.tova import TOVA
 
 __all__ = [
+    "TOVA",
     "Everything",
     "HeavyHitters",
+    "KeyDiff",
+    "KeyNorm",
     "Last",
     "Observation",
     "Policy",
     "Pool",
     "Queries",
+    "Random",
     "Recency",
     "Slots",
+    "SnapKV",
     "Votes",
 ]
