@@ -31,7 +31,8 @@ examples:
   kvcache eval ppl --tokens 65536 --chunk 64 --cache full@12288 --cache sink_h2o:slots=1024,positions=cache
   cat book.txt | kvcache eval ppl --text - --tokens 2000
 
-caches: full, window, streaming_llm, sink_h2o, quantized, recompute (a window computed anew for every token, of every
+caches: full, window, streaming_llm, sink_h2o, heavy_hitters (sink_h2o with options), snapkv, tova, key_norm, key_diff,
+random, quantized, recompute (a window computed anew for every token, of every
 stride-th block of 16 tokens). NAME@N reads only the first N tokens. With a json file, caches can be added later.
 """
 CACHES = ("full", "window:slots=512", "streaming_llm:slots=512", "sink_h2o:slots=512")

@@ -29,8 +29,8 @@ def flash(
         query: `[batch, query_heads, n, head_dim]`.
         keys: `[batch, kv_heads, length, head_dim]`; `values`: `[batch, kv_heads, length, v_head_dim]`.
         scaling, softcap: as in `decode_attention`.
-        offset: 0 where keys and queries are of the same tokens, at least `length - 1` where every key is earlier, negative
-            where the first queries see none.
+        offset: 0 where keys and queries are of the same tokens, at least `length - 1` where every key is earlier,
+            negative where the first queries see none.
         valid: `[batch, kv_heads or 1, length]` bool, False where a key is padding; None: none is.
 
     Returns:

@@ -173,7 +173,7 @@ def prefill_attention_triton(
 
 
 class _Piece(NamedTuple):
-    """Keys that all queries see (`offset` is their number), or of the queries' own tokens, as far behind their first."""
+    """Keys that all queries see (`offset` is their number), or of the queries' own tokens, so far behind the first."""
 
     keys: Tensor
     values: Tensor

@@ -43,7 +43,10 @@ def test_values_have_types() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("h2o", r"unknown cache 'h2o': there are full, window, streaming_llm, sink_h2o, quantized, recompute"),
+        (
+            "h2o",
+            r"unknown cache 'h2o': there are full, window, streaming_llm, sink_h2o, .*snapkv, .*quantized, recompute",
+        ),
         ("", "unknown cache ''"),
         ("sink_h2o:sink=4", "unknown option 'sink' .* slots, sinks, window, heavy_hitters, margin, positions"),
         ("window:sinks=4", "window has the options slots, window, margin, positions"),

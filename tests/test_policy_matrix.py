@@ -126,7 +126,8 @@ def test_rows_move_with_the_cache(policy: Policy) -> None:
     model, ids = shared_model("llama"), tokens(3, 40)
     cache = cache_of(model, policy)
     feed(model, cache, ids[:, :30], 20)
-    cache.reorder_cache(torch.tensor([2, 0, 1]))
+    order_of_beams: Any = torch.tensor([2, 0, 1])
+    cache.reorder_cache(order_of_beams)
     cache.batch_repeat_interleave(2)
     cache.batch_select_indices(torch.tensor([0, 3, 5]))
     order = [2, 0, 1]
