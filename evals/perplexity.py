@@ -505,7 +505,7 @@ def chart(result: Mapping[str, Any], file: Path) -> None:
     from kvcache.evals.plots import figure, save
 
     texts = by_text(result)
-    drawing, panels = figure(len(texts), columns=2, width=7.5, height=4.6)
+    drawing, panels = figure(len(texts), columns=2, width=7.5, height=5.2)
     for panel, (name, cells) in zip(panels, texts.items(), strict=True):
         _draw(panel, cells, result["settings"])
         model, reading = result["provenance"]["model"], _reading(result["settings"]["chunk"])
@@ -537,7 +537,7 @@ def _draw(panel: Axes, cells: Sequence[Mapping[str, Any]], settings: Mapping[str
     longest, trained = max(cell["tokens"] for cell in cells), settings["trained_length"]
     if trained is not None and trained <= longest:
         panel.axvline(trained, color="black", linestyle=":", linewidth=1.2, label=f"trained length, {trained:,} tokens")
-    panel.legend(frameon=False, fontsize="small")
+    panel.legend(frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(0, -0.13), ncols=2)
 
 
 def _is_sampled(cell: Mapping[str, Any]) -> bool:
