@@ -205,7 +205,7 @@ class PeerProcess:
                     with suppress(OSError):
                         stream.close()
             try:
-                process.wait(timeout=5)
+                process.wait(timeout=60)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -250,7 +250,7 @@ class PeerProcess:
 
     def _last_words(self, process: subprocess.Popen[str]) -> str:
         assert self._messages is not None
-        code = process.wait(timeout=5)
+        code = process.wait(timeout=60)
         self._messages.seek(0)
         text = " ".join(self._messages.read().split())
         return text[-600:] or f"exit code {code}, no message"

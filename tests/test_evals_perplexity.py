@@ -326,7 +326,10 @@ CACHES = (
 
 
 @pytest.mark.fast
-def test_command(llama: str, book: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command(
+    llama: str, book: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # a line for each row, however many digits a speed has
     file, png = tmp_path / "out" / "a.json", tmp_path / "out" / "a.png"
     arguments = (*CACHES, "--cache", "recompute:window=32,stride=2", "--cache", "full@100")
     assert _ppl(llama, book, "--tokens", 200, "--chunk", 8, *arguments, "--json", file, "--png", png) == 0
