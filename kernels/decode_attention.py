@@ -200,7 +200,7 @@ def decode_attention_triton(
         **shape,
         V_HEAD_DIM=v_head_dim,
         BLOCK=MASS_BLOCK,
-        BLOCK_V=max(16, next_power_of_2(v_head_dim)),
+        BLOCK_V=min(128, max(16, next_power_of_2(v_head_dim))),
         SPLITS=next_power_of_2(splits),
         HAS_SINKS=sink_logits is not None,
         HAS_VOTERS=voters is not None,
@@ -372,15 +372,19 @@ def _combine_kernel(
     something = total > 0.0
     lse = tl.where(something, base + tl.log2(tl.where(something, total, 1.0)), float("inf"))
     if tl.program_id(1) == 0:
-        v = tl.arange(0, BLOCK_V)
-        inside = real_row[:, None] & (v < V_HEAD_DIM)[None, :]
-        mixed = tl.zeros([ROWS, BLOCK_V], tl.float32)
-        for s in range(splits):
-            weight = tl.exp2(tl.load(lse_row + s * (GROUP * TOKENS), mask=real_row, other=-float("inf")) - lse)
-            at = (head.to(tl.int64) * splits + s) * (GROUP * TOKENS) + row
-            mixed += weight[:, None] * tl.load(partial + at[:, None] * V_HEAD_DIM + v[None, :], mask=inside, other=0.0)
         out_row = ((head // KV_HEADS).to(tl.int64) * TOKENS + token) * (KV_HEADS * GROUP) + query_head
-        tl.store(output + out_row[:, None] * V_HEAD_DIM + v[None, :], mixed.to(output.dtype.element_ty), mask=inside)
+        for first in tl.static_range(0, V_HEAD_DIM, BLOCK_V):  # pyright: ignore[reportGeneralTypeIssues]
+            v = first + tl.arange(0, BLOCK_V)
+            inside = real_row[:, None] & (v < V_HEAD_DIM)[None, :]
+            mixed = tl.zeros([ROWS, BLOCK_V], tl.float32)
+            for s in range(splits):
+                weight = tl.exp2(tl.load(lse_row + s * (GROUP * TOKENS), mask=real_row, other=-float("inf")) - lse)
+                at = (head.to(tl.int64) * splits + s) * (GROUP * TOKENS) + row
+                part = tl.load(partial + at[:, None] * V_HEAD_DIM + v[None, :], mask=inside, other=0.0)
+                mixed += weight[:, None] * part
+            tl.store(
+                output + out_row[:, None] * V_HEAD_DIM + v[None, :], mixed.to(output.dtype.element_ty), mask=inside
+            )
     else:
         if CURSOR:
             length = tl.load(slots)

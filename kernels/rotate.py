@@ -73,7 +73,7 @@ def cos_sin(positions: Tensor, frequencies: Tensor, scaling: float) -> tuple[Ten
 
 # ---- Triton
 
-BLOCK = 16  # rows of one program
+BLOCK = 8  # rows of one program
 
 
 @launcher

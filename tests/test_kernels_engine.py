@@ -166,3 +166,28 @@ def test_a_model_that_triton_does_not_serve_is_refused_when_forced(monkeypatch: 
     model = on_device(tiny.build("llama", num_hidden_layers=1, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"KVCACHE_KERNELS=triton cannot be served: .*float64"):
         Run(model, h2o(1)).step(tokens(1, 3), None)
+
+
+@pytest.mark.parametrize("margin", [1, 4])
+@pytest.mark.parametrize("kernels", [TORCH, TRITON] if DEVICE.type == "cuda" else [TORCH], ids=lambda each: each.name)
+def test_bfloat16(kernels: choice.Kernels, margin: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half precision (Triton's only on a GPU): near the run in float64; budget, sinks and window hold."""
+    monkeypatch.setenv(choice.VARIABLE, kernels.name)
+    ids, logits = tokens(2, 40), []
+    for dtype in (torch.bfloat16, torch.float64):
+        model = on_device(tiny.build("llama", dtype=dtype))
+        plenty = Run(model, lambda model: SinkH2OCache(model.config, 2, 30, 30, margin))
+        for n in (20, 9, *[1] * 11):
+            if dtype == torch.float64:
+                monkeypatch.setenv(choice.VARIABLE, "torch")
+            plenty.step(ids[:, sum(x.shape[1] for x in plenty.logits) :][:, :n], None)
+        logits.append(torch.cat(plenty.logits, dim=1).double())
+    assert float((logits[0] - logits[1]).abs().mean()) < 0.05 * float(logits[1].abs().mean())
+    monkeypatch.setenv(choice.VARIABLE, kernels.name)
+    half = on_device(tiny.build("llama", dtype=torch.bfloat16))
+    run = Run(half, lambda model: SinkH2OCache(model.config, 2, 3, 4, margin))
+    for i, n in enumerate((20, 9, *[1] * 11)):
+        run.step(ids[:, :n] if i == 0 else ids[:, -n:], None)
+    for layer in managed_layers(run.cache):
+        for head in run.cache.kept_positions(layer).flatten(0, 1).tolist():
+            assert head[:2] == [0, 1] and head[-3:] == [37, 38, 39] and 9 <= len(head) <= 9 + margin
