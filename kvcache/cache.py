@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
 
-from kvcache.budget import DEFAULT_MARGIN, Budget
+from kvcache.budget import DEFAULT_MARGIN, Budget, LayerBudget
 from kvcache.errors import BudgetError, NotRoutedError, StateError, UnsupportedModelError
 from kvcache.eviction import plan_eviction
 from kvcache.layer import EvictingLayer
@@ -143,18 +143,35 @@ class EvictingCache(Cache):
             raise ValueError(f"pin({start}, {stop}): give positions with 0 <= start < stop, as in a slice")
         pins = self.pins.with_span(start, stop)
         for layer in self.managed:
-            budget, pinned = layer.budget, pins.beyond(layer.budget.sinks)
-            if budget.sinks + budget.window + pinned > budget.slots:
-                raise BudgetError(
-                    f"layer {layer.index}: {budget.sinks} sinks, a window of {budget.window} and {pinned} pinned "
-                    f"tokens behind the sinks exceed its {budget.slots} slots: pin fewer, unpin others, or give the "
-                    "budget more heavy_hitters"
-                )
+            _check_pins(layer.index, layer.budget, pins)
         self.pins.replace(pins)
 
     def unpin(self, start: int, stop: int) -> None:
         """Let the tokens at positions `start` to `stop` (not included) go when the policy says so."""
         self.pins.replace(self.pins.without_span(start, stop))
+
+    # ---- another budget
+
+    def resize(self, budget: Budget) -> None:
+        """Go on with another budget: a smaller one evicts at once what the policy ranks lowest, and frees the bytes.
+
+        A text read with room for all of it and then resized holds the same tokens as one read with the small budget in
+        one forward. Layer by layer: at most one layer's slots are there twice.
+
+        Raises:
+            BudgetError: per-layer numbers for another number of layers, or pins that leave no slot to choose.
+            CacheMemoryError: not enough memory for a layer's new slots.
+            NotRoutedError: a forward was interrupted.
+        """
+        _check_types(self.policy, budget)
+        self._check_complete()
+        budgets = [budget.layer(layer.index, len(self.layers)) for layer in self.managed]
+        for layer, new in zip(self.managed, budgets, strict=True):
+            _check_pins(layer.index, new, self.pins)
+        with torch.inference_mode(False), torch.no_grad():
+            for layer, new in zip(self.managed, budgets, strict=True):
+                layer.resize(new)
+        self.budget = budget
 
     # ---- what people ask
 
@@ -293,6 +310,16 @@ def _check_types(policy: object, budget: object) -> None:
         raise ValueError(f"policy={policy!r} must be a Policy, such as HeavyHitters() or Recency() of kvcache.policies")
     if not isinstance(budget, Budget):
         raise ValueError(f"budget={budget!r} must be a Budget(sinks=, window=, heavy_hitters=, margin=)")
+
+
+def _check_pins(index: int, budget: LayerBudget, pins: Pins) -> None:
+    """Raise `BudgetError` unless sinks, window and pins leave a layer with this budget within its slots."""
+    pinned = pins.beyond(budget.sinks)
+    if budget.sinks + budget.window + pinned > budget.slots:
+        raise BudgetError(
+            f"layer {index}: {budget.sinks} sinks, a window of {budget.window} and {pinned} pinned tokens behind the "
+            f"sinks exceed its {budget.slots} slots: pin fewer, unpin others, or give the budget more heavy_hitters"
+        )
 
 
 def _check_position_ids(layer: EvictingLayer, n: int, call: AttentionCall) -> bool:

@@ -481,6 +481,31 @@ class EvictingLayer(CacheLayerMixin):
             self.origins.copy_(eviction.origins)
         self._rotate_slots()
 
+    def resize(self, budget: LayerBudget) -> None:
+        """Move the live slots, or what `budget` allows of them, into buffers of its size.
+
+        Raises:
+            CacheMemoryError: not enough memory; nothing is changed.
+        """
+        if budget == self.budget or not self.is_initialized:
+            self.budget = budget
+            return
+        live = slice(0, self.length)
+        keys, values, score, positions = (
+            part[:, :, live] for part in (self.keys, self.values, self.score, self.positions)
+        )
+        origins = None if self.origins is None else self.origins[:, :, live]
+        over = [held > budget.capacity for held in self.held]
+        keep = [budget.slots if too_many else held for too_many, held in zip(over, self.held, strict=True)]
+        plan = plan_eviction(self.priority(), score, positions, budget, self.following(), keep, 0, origins)
+        shape = (keys.shape[0], keys.shape[1], budget.capacity)
+        dims = (keys.shape[3], values.shape[3])
+        self.keys, self.values, self.score, self.positions = allocate(budget, shape, dims, keys)  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.origins = None if origins is None else torch.zeros_like(self.positions)
+        self.budget, self.length, self.rotated = budget, 0, None
+        self.evictions += any(over)
+        self.apply(plan, keep, (keys, values))
+
     def _number_free_slots(self) -> None:
         """Write ahead the positions of the tokens to come, so that a decode step writes none."""
         ahead = positions_ahead(self.following(), self.budget.capacity - self.length)
