@@ -21,6 +21,7 @@ MODULES = {
     "needle": "needle",
     "memory": "memory",
     "compare": "compare",
+    "survey": "survey",
     "plan": "plan",
     "report": "report",
 }
