@@ -11,7 +11,20 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, QuantizedCache
 
 from kvcache.budget import DEFAULT_MARGIN, Budget
 from kvcache.cache import EvictingCache, SinkH2OCache, StreamingLLMCache
-from kvcache.policies import TOVA, Everything, HeavyHitters, KeyDiff, KeyNorm, Last, Policy, Pool, Random, SnapKV
+from kvcache.policies import (
+    TOVA,
+    Everything,
+    ExpectedAttention,
+    HeavyHitters,
+    KeyDiff,
+    KeyNorm,
+    Last,
+    Policy,
+    Pool,
+    Random,
+    SnapKV,
+    TriAttention,
+)
 
 Value = int | float | str
 Factory = Callable[..., Cache]
@@ -285,6 +298,8 @@ for _name, _factory in {
     "sink_h2o": _sink_h2o,
     "heavy_hitters": _heavy_hitters,
     "snapkv": _snapkv,
+    "tri_attention": _of(TriAttention()),
+    "expected_attention": _of(ExpectedAttention()),
     "tova": _of(TOVA()),
     "key_norm": _of(KeyNorm()),
     "key_diff": _of(KeyDiff()),

@@ -57,7 +57,7 @@ class EvictingCache(Cache):
         text = decoder_config(config)
         self.spec = describe(config)
         self.policy, self.budget, self.positions = policy, budget, positions
-        self.rope, self._rope_refusal = _rope(config, required=positions == "cache")
+        self.rope, self._rope_refusal = _rope(config, required=positions == "cache" or policy.needs_rope)
         self.pins = Pins()
         count = len(self.spec.layers)
         layers = [

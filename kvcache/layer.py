@@ -206,6 +206,7 @@ class EvictingLayer(CacheLayerMixin):
             self.following(),
             memory=self.memory,
             rope=self.rope,
+            ranked=self.rerotation is not None,
         )
         if self.policy.needs_keys:
             keys, values = self.keys[:, :, : self.length], self.values[:, :, : self.length]
@@ -252,7 +253,7 @@ class EvictingLayer(CacheLayerMixin):
         positions = None if call.real is None else self.chunk_positions(call.real, keys.shape[2])
         if self.policy.observes_queries:
             origins = self._chunk_origins(positions, call, keys.shape[2])
-            seen = Queries(query, origins, call.real, keys.shape[1], self.rope)
+            seen = Queries(query, origins, call.real, keys.shape[1], self.rope, call.scaling, self.seen)
             self.policy.observe_queries(self.memory, seen)
         rotated = None
         if self.rerotation is not None:

@@ -18,6 +18,7 @@ from kvcache.pins import Pins
 from kvcache.policies import (
     TOVA,
     Everything,
+    ExpectedAttention,
     HeavyHitters,
     KeyDiff,
     KeyNorm,
@@ -28,6 +29,7 @@ from kvcache.policies import (
     Recency,
     Slots,
     SnapKV,
+    TriAttention,
 )
 from tests.helpers import call, kept, left_padded, model_of, scores, shared_model, tokens
 from tests.test_policies import ONE, Stage
@@ -46,6 +48,8 @@ POLICIES: dict[str, Policy] = {
     "key_diff": KeyDiff(),
     "random": Random(seed=3),
     "recency": Recency(),
+    "tri_attention": TriAttention(),
+    "expected_attention": ExpectedAttention(future=16),
 }
 SINKS, WINDOW, HEAVY = 2, 3, 4
 SLOTS = SINKS + WINDOW + HEAVY

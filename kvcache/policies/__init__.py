@@ -1,19 +1,23 @@
 """Policies: which tokens stay. One file each; `base.py` says what a policy is."""
 
 from kvcache.policies.base import Policy, Queries, Slots
+from kvcache.policies.expected_attention import ExpectedAttention
 from kvcache.policies.heavy_hitters import HeavyHitters
 from kvcache.policies.key_diff import KeyDiff
 from kvcache.policies.key_norm import KeyNorm
 from kvcache.policies.observation import Everything, Last, Observation, Votes
 from kvcache.policies.pooling import Pool
+from kvcache.policies.query_statistics import QueryStatistics
 from kvcache.policies.random import Random
 from kvcache.policies.recency import Recency
 from kvcache.policies.snapkv import SnapKV
 from kvcache.policies.tova import TOVA
+from kvcache.policies.tri_attention import TriAttention
 
 __all__ = [
     "TOVA",
     "Everything",
+    "ExpectedAttention",
     "HeavyHitters",
     "KeyDiff",
     "KeyNorm",
@@ -22,9 +26,11 @@ __all__ = [
     "Policy",
     "Pool",
     "Queries",
+    "QueryStatistics",
     "Random",
     "Recency",
     "Slots",
     "SnapKV",
+    "TriAttention",
     "Votes",
 ]

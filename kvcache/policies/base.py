@@ -5,9 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
+from kvcache.kernels.rotate import rerotate
 from kvcache.policies.observation import Everything, Votes
+from kvcache.positions import ranks
 
 if TYPE_CHECKING:
     from kvcache.models.rope import Rope
@@ -26,6 +29,7 @@ class Slots(NamedTuple):
     origins: `[batch, kv_heads, slots]` int32, where the model put each key; with the keys only.
     memory: what `Policy.observe_queries` gathered, by name.
     rope: the model's rotary embedding, None where it has none that the engine knows.
+    ranked: positions are in the cache: attention sees each key at its rank among the held ones.
     """
 
     score: Tensor
@@ -36,6 +40,20 @@ class Slots(NamedTuple):
     origins: Tensor | None = None
     memory: dict[str, Tensor] | None = None
     rope: Rope | None = None
+    ranked: bool = False
+
+    def at_positions(self) -> tuple[Tensor, Tensor]:
+        """`(keys, ahead)`: keys at least in fp32, rotated as attention sees them, and `[batch, kv_heads]` int64, the
+        position of a row's next token counted in the same way."""
+        assert self.keys is not None and self.origins is not None
+        keys = self.keys.to(torch.promote_types(self.keys.dtype, torch.float32))
+        if not self.ranked or self.rope is None:
+            newest = torch.where(self.positions >= 0, self.origins, -1).amax(-1)
+            return keys, newest.long() + 1
+        rank, rope = ranks(self.positions), self.rope
+        origins = self.origins.clamp(min=0)
+        keys = rerotate(keys, origins, rank, rope.inverse_frequencies, rope.scaling, rope.interleaved)
+        return keys, (self.positions >= 0).sum(-1)
 
 
 class Queries(NamedTuple):
@@ -43,6 +61,7 @@ class Queries(NamedTuple):
 
     query: `[batch, query_heads, n, head_dim]`, rotated by the model at `origins` `[batch, n]` int32.
     real: `[batch, n]` bool, False for padding; None: none is. kv_heads: of the layer. rope: as in `Slots`.
+    scaling: factor on the logits. seen: tokens that the layer saw before, padding included.
     """
 
     query: Tensor
@@ -50,6 +69,8 @@ class Queries(NamedTuple):
     real: Tensor | None
     kv_heads: int
     rope: Rope | None
+    scaling: float = 1.0
+    seen: int = 0
 
 
 class Policy(ABC):
@@ -61,6 +82,8 @@ class Policy(ABC):
     """Whether `observe_queries` wants to see the queries of every forward."""
     needs_keys: ClassVar[bool] = False
     """Whether `priority` looks at keys and values."""
+    needs_rope: ClassVar[bool] = False
+    """Whether it cannot do without the model's rotary embedding."""
 
     def votes(self, n: int) -> Votes:
         """Which queries of a forward of `n` tokens count, and what the score keeps of what it was."""
