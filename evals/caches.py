@@ -11,7 +11,22 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, QuantizedCache
 
 from kvcache.budget import DEFAULT_MARGIN, Budget
 from kvcache.cache import EvictingCache, SinkH2OCache, StreamingLLMCache
-from kvcache.policies import TOVA, Everything, HeavyHitters, KeyDiff, KeyNorm, Last, Policy, Pool, Random, SnapKV
+from kvcache.policies import (
+    RKV,
+    TOVA,
+    Everything,
+    HeavyHitters,
+    KeyDiff,
+    KeyNorm,
+    LagKV,
+    Last,
+    Policy,
+    Pool,
+    Random,
+    Scissorhands,
+    SnapKV,
+    ValueAware,
+)
 
 Value = int | float | str
 Factory = Callable[..., Cache]
@@ -244,6 +259,70 @@ def _snapkv(
     return EvictingCache(config, policy, Budget(sinks, window, heavy_hitters, margin), positions)
 
 
+def _scissorhands(
+    config: PreTrainedConfig,
+    *,
+    queries: int = 400,
+    sinks: int = SINKS,
+    window: int = 508,
+    heavy_hitters: int = 512,
+    margin: int = DEFAULT_MARGIN,
+    positions: Any = "auto",
+) -> Cache:
+    policy = Scissorhands(Last(queries))
+    return EvictingCache(config, policy, Budget(sinks, window, heavy_hitters, margin), positions)
+
+
+def _lag_kv(
+    config: PreTrainedConfig,
+    *,
+    lag: int = 128,
+    sinks: int = SINKS,
+    window: int = 508,
+    heavy_hitters: int = 512,
+    margin: int = DEFAULT_MARGIN,
+    positions: Any = "auto",
+) -> Cache:
+    policy = LagKV(lag)
+    return EvictingCache(config, policy, Budget(sinks, window, heavy_hitters, margin), positions)
+
+
+def _r_kv(
+    config: PreTrainedConfig,
+    *,
+    queries: int = 8,
+    pool: int = 7,
+    weight: float = 0.1,
+    threshold: float = 0.5,
+    latest: int = 1,
+    sinks: int = SINKS,
+    window: int = 508,
+    heavy_hitters: int = 512,
+    margin: int = DEFAULT_MARGIN,
+    positions: Any = "auto",
+) -> Cache:
+    observed, pooled = Last(queries), Pool(pool, "max") if pool > 1 else None
+    policy = RKV(observed, pooled, weight, threshold, latest)
+    return EvictingCache(config, policy, Budget(sinks, window, heavy_hitters, margin), positions)
+
+
+def _value_aware(
+    config: PreTrainedConfig,
+    *,
+    queries: int = 0,
+    pool: int = 1,
+    sinks: int = SINKS,
+    window: int = 508,
+    heavy_hitters: int = 512,
+    margin: int = DEFAULT_MARGIN,
+    positions: Any = "auto",
+) -> Cache:
+    """Mass of the last `queries` queries (0: of all), pooled over `pool` tokens, times the norm of the value."""
+    observed = Last(queries) if queries else Everything()
+    policy = ValueAware(HeavyHitters(observed, Pool(pool) if pool > 1 else None))
+    return EvictingCache(config, policy, Budget(sinks, window, heavy_hitters, margin), positions)
+
+
 def _of(policy: Policy) -> Factory:
     """A cache with a policy that has no options."""
 
@@ -285,6 +364,10 @@ for _name, _factory in {
     "sink_h2o": _sink_h2o,
     "heavy_hitters": _heavy_hitters,
     "snapkv": _snapkv,
+    "scissorhands": _scissorhands,
+    "lag_kv": _lag_kv,
+    "r_kv": _r_kv,
+    "value_aware": _value_aware,
     "tova": _of(TOVA()),
     "key_norm": _of(KeyNorm()),
     "key_diff": _of(KeyDiff()),

@@ -16,18 +16,22 @@ from kvcache import Budget, EvictingCache
 from kvcache.errors import BudgetError
 from kvcache.pins import Pins
 from kvcache.policies import (
+    RKV,
     TOVA,
     Everything,
     HeavyHitters,
     KeyDiff,
     KeyNorm,
+    LagKV,
     Last,
     Policy,
     Pool,
     Random,
     Recency,
+    Scissorhands,
     Slots,
     SnapKV,
+    ValueAware,
 )
 from tests.helpers import call, kept, left_padded, model_of, scores, shared_model, tokens
 from tests.test_policies import ONE, Stage
@@ -44,6 +48,11 @@ POLICIES: dict[str, Policy] = {
     "tova": TOVA(),
     "key_norm": KeyNorm(),
     "key_diff": KeyDiff(),
+    "lag_kv": LagKV(4),
+    "r_kv": RKV(Last(3), Pool(3, "max")),
+    "scissorhands": Scissorhands(Last(9)),
+    "value_aware": ValueAware(HeavyHitters()),
+    "value_aware_counts": ValueAware(Scissorhands()),
     "random": Random(seed=3),
     "recency": Recency(),
 }

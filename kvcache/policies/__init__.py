@@ -4,19 +4,25 @@ from kvcache.policies.base import Policy, Queries, Slots
 from kvcache.policies.heavy_hitters import HeavyHitters
 from kvcache.policies.key_diff import KeyDiff
 from kvcache.policies.key_norm import KeyNorm
+from kvcache.policies.lag_kv import LagKV
 from kvcache.policies.observation import Everything, Last, Observation, Votes
 from kvcache.policies.pooling import Pool
 from kvcache.policies.random import Random
 from kvcache.policies.recency import Recency
+from kvcache.policies.rkv import RKV
+from kvcache.policies.scissorhands import Scissorhands
 from kvcache.policies.snapkv import SnapKV
 from kvcache.policies.tova import TOVA
+from kvcache.policies.value_aware import ValueAware
 
 __all__ = [
+    "RKV",
     "TOVA",
     "Everything",
     "HeavyHitters",
     "KeyDiff",
     "KeyNorm",
+    "LagKV",
     "Last",
     "Observation",
     "Policy",
@@ -24,7 +30,9 @@ __all__ = [
     "Queries",
     "Random",
     "Recency",
+    "Scissorhands",
     "Slots",
     "SnapKV",
+    "ValueAware",
     "Votes",
 ]

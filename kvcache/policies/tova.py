@@ -1,6 +1,7 @@
 """TOVA: what the last query looks at."""
 
 from dataclasses import dataclass
+from typing import Self
 
 from kvcache.policies.heavy_hitters import HeavyHitters
 from kvcache.policies.observation import Last, Observation
@@ -12,3 +13,8 @@ class TOVA(HeavyHitters):
     one choice, here every KV head makes its own."""
 
     observed: Observation = Last(1)  # noqa: RUF009  # frozen
+
+    @classmethod
+    def published(cls) -> Self:
+        """As in the paper: the last query, each token for itself."""
+        return cls(Last(1), None)
