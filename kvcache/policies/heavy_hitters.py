@@ -1,7 +1,7 @@
 """Heavy hitters: the tokens that attention keeps coming back to."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -31,7 +31,7 @@ class HeavyHitters(Policy):
     observes_mass: ClassVar[bool] = True
 
     @classmethod
-    def published(cls) -> Self:
+    def published(cls) -> "HeavyHitters":
         """As in the paper: the plain sum over every query, each token for itself."""
         return cls(Everything(), None, normalised=False)
 

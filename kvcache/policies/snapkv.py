@@ -1,7 +1,6 @@
 """SnapKV: what the last queries look at, and what stands around it."""
 
 from dataclasses import dataclass
-from typing import Self
 
 from kvcache.policies.heavy_hitters import HeavyHitters
 from kvcache.policies.observation import Last, Observation
@@ -21,6 +20,6 @@ class SnapKV(HeavyHitters):
     pool: Pool | None = Pool(15)  # noqa: RUF009
 
     @classmethod
-    def published(cls) -> Self:
+    def published(cls) -> "SnapKV":
         """The paper's setting for LongBench: 32 queries, maximum over 7 tokens; the authors' code: 32, mean over 5."""
         return cls(Last(32), Pool(7, "max"))

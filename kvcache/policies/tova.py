@@ -1,7 +1,6 @@
 """TOVA: what the last query looks at."""
 
 from dataclasses import dataclass
-from typing import Self
 
 from kvcache.policies.heavy_hitters import HeavyHitters
 from kvcache.policies.observation import Last, Observation
@@ -15,6 +14,6 @@ class TOVA(HeavyHitters):
     observed: Observation = Last(1)  # noqa: RUF009  # frozen
 
     @classmethod
-    def published(cls) -> Self:
+    def published(cls) -> "TOVA":
         """As in the paper: the last query, each token for itself."""
         return cls(Last(1), None)
