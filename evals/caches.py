@@ -12,18 +12,22 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, QuantizedCache
 from kvcache.budget import DEFAULT_MARGIN, Budget
 from kvcache.cache import EvictingCache, SinkH2OCache, StreamingLLMCache
 from kvcache.policies import (
+    RKV,
     TOVA,
     Everything,
     ExpectedAttention,
     HeavyHitters,
     KeyDiff,
     KeyNorm,
+    LagKV,
     Last,
     Policy,
     Pool,
     Random,
+    Scissorhands,
     SnapKV,
     TriAttention,
+    ValueAware,
 )
 
 Value = int | float | str
@@ -257,6 +261,70 @@ def _snapkv(
     return EvictingCache(config, policy, Budget(sinks, window, heavy_hitters, margin), positions)
 
 
+def _scissorhands(
+    config: PreTrainedConfig,
+    *,
+    queries: int = 400,
+    sinks: int = SINKS,
+    window: int = 508,
+    heavy_hitters: int = 512,
+    margin: int = DEFAULT_MARGIN,
+    positions: Any = "auto",
+) -> Cache:
+    policy = Scissorhands(Last(queries))
+    return EvictingCache(config, policy, Budget(sinks, window, heavy_hitters, margin), positions)
+
+
+def _lag_kv(
+    config: PreTrainedConfig,
+    *,
+    lag: int = 128,
+    sinks: int = SINKS,
+    window: int = 508,
+    heavy_hitters: int = 512,
+    margin: int = DEFAULT_MARGIN,
+    positions: Any = "auto",
+) -> Cache:
+    policy = LagKV(lag)
+    return EvictingCache(config, policy, Budget(sinks, window, heavy_hitters, margin), positions)
+
+
+def _r_kv(
+    config: PreTrainedConfig,
+    *,
+    queries: int = 8,
+    pool: int = 7,
+    weight: float = 0.1,
+    threshold: float = 0.5,
+    latest: int = 1,
+    sinks: int = SINKS,
+    window: int = 508,
+    heavy_hitters: int = 512,
+    margin: int = DEFAULT_MARGIN,
+    positions: Any = "auto",
+) -> Cache:
+    observed, pooled = Last(queries), Pool(pool, "max") if pool > 1 else None
+    policy = RKV(observed, pooled, weight, threshold, latest)
+    return EvictingCache(config, policy, Budget(sinks, window, heavy_hitters, margin), positions)
+
+
+def _value_aware(
+    config: PreTrainedConfig,
+    *,
+    queries: int = 0,
+    pool: int = 1,
+    sinks: int = SINKS,
+    window: int = 508,
+    heavy_hitters: int = 512,
+    margin: int = DEFAULT_MARGIN,
+    positions: Any = "auto",
+) -> Cache:
+    """Mass of the last `queries` queries (0: of all), pooled over `pool` tokens, times the norm of the value."""
+    observed = Last(queries) if queries else Everything()
+    policy = ValueAware(HeavyHitters(observed, Pool(pool) if pool > 1 else None))
+    return EvictingCache(config, policy, Budget(sinks, window, heavy_hitters, margin), positions)
+
+
 def _of(policy: Policy) -> Factory:
     """A cache with a policy that has no options."""
 
@@ -300,6 +368,10 @@ for _name, _factory in {
     "snapkv": _snapkv,
     "tri_attention": _of(TriAttention()),
     "expected_attention": _of(ExpectedAttention()),
+    "scissorhands": _scissorhands,
+    "lag_kv": _lag_kv,
+    "r_kv": _r_kv,
+    "value_aware": _value_aware,
     "tova": _of(TOVA()),
     "key_norm": _of(KeyNorm()),
     "key_diff": _of(KeyDiff()),

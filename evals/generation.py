@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -10,12 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from kvcache.cache import EvictingCache
-
-# transformers 5.24 renamed the argument and warns about the old name.
-CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+from kvcache.routing import CACHE_ARGUMENT
 
 
 @dataclass(frozen=True)

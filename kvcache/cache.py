@@ -224,7 +224,8 @@ class EvictingCache(Cache):
         if switch:
             self._announce_ranks(n)
             self._use_ranks()
-        self.shifted |= shifted and self.rope is not None and self.positions != "absolute"
+        if self.positions != "absolute" or self.policy.needs_keys:
+            self.shifted |= shifted and self.rope is not None
         full = [layer for layer in self.managed if layer.is_full]
         if full:
             _evict_full(full, n)

@@ -5,6 +5,7 @@ unless the keys carry the tag that `EvictingLayer.update` hung on them. The tag 
 only channel between a cache and an attention function that exists in every transformers 5.
 """
 
+import inspect
 import sys
 import threading
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM, PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from kvcache.cache import EvictingCache
     from kvcache.layer import EvictingLayer
 
+# transformers 5.24 renamed the argument and warns about the old name.
+CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 # An opaque name: transformers searches implementation names for "flash", "sdpa", "flex", "paged|" and "/".
 PREFIX = "kvcache_evicting_"
 TAG = "_kvcache_layer"

@@ -16,20 +16,24 @@ from kvcache import Budget, EvictingCache
 from kvcache.errors import BudgetError
 from kvcache.pins import Pins
 from kvcache.policies import (
+    RKV,
     TOVA,
     Everything,
     ExpectedAttention,
     HeavyHitters,
     KeyDiff,
     KeyNorm,
+    LagKV,
     Last,
     Policy,
     Pool,
     Random,
     Recency,
+    Scissorhands,
     Slots,
     SnapKV,
     TriAttention,
+    ValueAware,
 )
 from tests.helpers import call, kept, left_padded, model_of, scores, shared_model, tokens
 from tests.test_policies import ONE, Stage
@@ -46,6 +50,11 @@ POLICIES: dict[str, Policy] = {
     "tova": TOVA(),
     "key_norm": KeyNorm(),
     "key_diff": KeyDiff(),
+    "lag_kv": LagKV(4),
+    "r_kv": RKV(Last(3), Pool(3, "max")),
+    "scissorhands": Scissorhands(Last(9)),
+    "value_aware": ValueAware(HeavyHitters()),
+    "value_aware_counts": ValueAware(Scissorhands()),
     "random": Random(seed=3),
     "recency": Recency(),
     "tri_attention": TriAttention(),

@@ -15,7 +15,7 @@ class HeavyHitters(Policy):
     """H2O: a slot's score is the attention mass of all queries seen while it was held.
 
     Source: Zhang et al., arXiv 2306.14048, section 4, algorithm 1; there per attention head, here per KV head with the
-    mass summed over the query heads of its group.
+    mass summed over the query heads of its group. `published()` is the paper's.
 
     Args:
         observed: which queries count; everything by default. A sum favours tokens that were there for long:
@@ -29,6 +29,11 @@ class HeavyHitters(Policy):
     normalised: bool = False
 
     observes_mass: ClassVar[bool] = True
+
+    @classmethod
+    def published(cls) -> "HeavyHitters":
+        """As in the paper: the plain sum over every query, each token for itself."""
+        return cls(Everything(), None, normalised=False)
 
     def votes(self, n: int) -> Votes:
         return self.observed.votes(n)

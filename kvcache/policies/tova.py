@@ -12,3 +12,8 @@ class TOVA(HeavyHitters):
     one choice, here every KV head makes its own."""
 
     observed: Observation = Last(1)  # noqa: RUF009  # frozen
+
+    @classmethod
+    def published(cls) -> "TOVA":
+        """As in the paper: the last query, each token for itself."""
+        return cls(Last(1), None)
