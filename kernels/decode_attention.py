@@ -54,30 +54,30 @@ def decode_attention(
         `[batch, n, query_heads, v_head_dim]` in the query's dtype.
     """
     batch, query_heads, n, head_dim = query.shape
-    kv_heads, capacity, v_head_dim = values.shape[1:]
-    group = query_heads // kv_heads
+    _, kv_heads, capacity, v_head_dim = values.shape
+    group, rows, dtype = query_heads // kv_heads, batch * kv_heads, query.dtype
     # One view operation each for what narrow, flatten and mT would take three: they count at this size.
-    live_keys = keys.as_strided((batch * kv_heads, head_dim, slots), (capacity * head_dim, 1, head_dim))
-    live_values = values.as_strided((batch * kv_heads, slots, v_head_dim), (capacity * v_head_dim, v_head_dim, 1))
-    grouped = query.reshape(batch * kv_heads, group * n, head_dim)
-    logits = torch.baddbmm(_ignored(query.dtype, query.device), grouped, live_keys, beta=0, alpha=scaling)
-    if logits.dtype in HALF:
+    live_keys = keys.as_strided((rows, head_dim, slots), (capacity * head_dim, 1, head_dim))
+    live_values = values.as_strided((rows, slots, v_head_dim), (capacity * v_head_dim, v_head_dim, 1))
+    grouped = query.reshape(rows, group * n, head_dim)
+    logits = torch.baddbmm(_ignored(dtype, query.device), grouped, live_keys, beta=0, alpha=scaling)
+    if dtype in HALF:
         logits = logits.float()
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
-    unseen = _unseen(positions, batch * kv_heads, n, group, slots, query.device)
-    if unseen is not None:
+    if n > 1 or positions is not None:
+        unseen = _unseen(positions, rows, n, group, slots, query.device)
         logits = logits.masked_fill(unseen, torch.finfo(logits.dtype).min)
     probabilities = torch.softmax(logits, dim=-1)  # [batch * kv_heads, group * n, slots]
     if sink_logits is not None:
         sinks = sink_logits.view(kv_heads, group).repeat_interleave(n, 1).repeat(batch, 1)
         probabilities = probabilities * sink_share(logits, sinks)
-    weights = probabilities if query.dtype not in HALF else probabilities.to(query.dtype)
+    weights = probabilities.to(dtype) if dtype in HALF else probabilities
     output = torch.bmm(weights, live_values)
     if score is not None:
         if voters is not None:
             probabilities = probabilities * voters.repeat_interleave(kv_heads, 0).repeat(1, group)[..., None]
-        score.narrow(2, 0, slots).add_(probabilities.sum(1).view(batch, kv_heads, slots))
+        score.as_strided((rows, slots), (capacity, 1)).add_(probabilities.sum(1))
     if n == 1:
         return output.view(batch, 1, query_heads, v_head_dim)
     return output.view(batch, query_heads, n, v_head_dim).transpose(1, 2).contiguous()
@@ -89,10 +89,10 @@ def _ignored(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros(1, dtype=dtype, device=device)
 
 
-def _unseen(positions: Tensor | None, rows: int, n: int, group: int, slots: int, device: torch.device) -> Tensor | None:
-    """`[rows or 1, group * n or 1, slots]` bool, True where a slot is empty or later than the token; None: nowhere."""
+def _unseen(positions: Tensor | None, rows: int, n: int, group: int, slots: int, device: torch.device) -> Tensor:
+    """`[rows or 1, group * n or 1, slots]` bool, True where a slot is empty or later than the token."""
     empty = None if positions is None else (positions[:, :, :slots] < 0).reshape(rows, 1, slots)
-    if n == 1:
+    if n == 1 and empty is not None:
         return empty
     slot = torch.arange(slots, device=device)
     later = (slot > slot[slots - n :, None]).repeat(group, 1)

@@ -68,6 +68,8 @@ class EvictingCache(Cache):
         ]
         super().__init__(layers=layers)
         self.managed = [layer for layer in layers if isinstance(layer, EvictingLayer)]
+        for layer in self.managed[1:-1]:  # what is not finite in one layer is not in the next ones either
+            layer.checks_each_token = False
         self.ranked = False  # keys sit at their rank
         self.shifted = False  # the model counts positions in another way than we do
         self._current: EvictingLayer | None = None  # the layer updated last

@@ -64,6 +64,7 @@ class EvictingLayer(CacheLayerMixin):
         self.policy = policy
         self.rope = rope
         self.pins = Pins() if pins is None else pins  # shared by all layers of a cache
+        self.checks_each_token = True  # not only chunks for keys that are not finite
         self._clear()
 
     def _clear(self) -> None:
@@ -592,7 +593,7 @@ class EvictingLayer(CacheLayerMixin):
                     f"{given}: reset() the cache for another batch or model; batch_select_indices and "
                     "batch_repeat_interleave change the batch"
                 )
-        if (keys.is_cpu or keys.shape[2] > 1) and not _is_finite(keys):
+        if (keys.shape[2] > 1 or (self.checks_each_token and keys.is_cpu)) and not _is_finite(keys):
             raise StateError(
                 f"layer {self.index} was given keys with NaN or infinite entries: the model's activations overflowed "
                 "or its weights are broken; nothing was written"
