@@ -142,7 +142,9 @@ def lag_kv(keys: list[list[float]], values: list[list[float]], lag: int) -> list
     return priority + [1.0] * (n - len(priority))
 
 
-@pytest.mark.parametrize(("n", "lag", "empty"), [(12, 4, 0), (13, 4, 0), (15, 4, 2), (9, 2, 5), (7, 4, 1), (5, 8, 1)])
+@pytest.mark.parametrize(
+    ("n", "lag", "empty"), [(12, 4, 0), (13, 4, 0), (15, 4, 2), (9, 2, 5), (11, 4, 6), (7, 4, 1), (5, 8, 1)]
+)
 def test_lag_kv(n: int, lag: int, empty: int) -> None:
     slots = slots_of(n, empty)
     priority = LagKV(lag).priority(slots)

@@ -71,9 +71,8 @@ def _keys_at_positions(slots: Slots) -> Tensor:
 def _spread(partitions: Tensor, held: Tensor) -> Tensor:
     """Standard deviation over channels, scaled by the next partition: `[batch, kv_heads, parts, lag, channels]` and
     `[batch, kv_heads, parts, lag]` to `[batch, kv_heads, parts - 1, lag]`, -inf where nothing is held."""
-    reference, there = partitions[:, :, 1:], held[:, :, 1:, :, None]
-    low = reference.masked_fill(~there, torch.inf).amin(3, keepdim=True)
-    high = reference.masked_fill(~there, -torch.inf).amax(3, keepdim=True)
+    reference = partitions[:, :, 1:]  # all held, or what is compared with it is not
+    low, high = reference.amin(3, keepdim=True), reference.amax(3, keepdim=True)
     scaled = (partitions[:, :, :-1] - low) / (high - low).clamp(min=LEAST_RANGE)
     return scaled.std(-1).masked_fill(~held[:, :, :-1], -torch.inf)
 

@@ -60,8 +60,7 @@ class RKV(Policy):
         """`[batch, kv_heads, slots]`, of sum 1 per head; 0 where nothing is held."""
         held = positions >= 0
         directions = torch.nn.functional.normalize(keys.float(), dim=-1).masked_fill(~held[..., None], 0)
-        others = directions.sum(2, keepdim=True) - directions
-        similarity = (directions * others).sum(-1)
+        similarity = (directions * directions.sum(2, keepdim=True)).sum(-1)  # to itself 1 each, nothing to a softmax
         if self.latest:
             self._spare_the_latest(similarity, directions, positions)
         mean = similarity / held.sum(-1, keepdim=True).clamp(min=1)
@@ -69,11 +68,12 @@ class RKV(Policy):
 
     def _spare_the_latest(self, similarity: Tensor, directions: Tensor, positions: Tensor) -> None:
         """Take out of each key's summed similarity, in place, the keys that have it among their latest."""
-        columns, latest = positions[:, :, None], min(self.latest, positions.shape[-1])
+        order = positions[:, :, None] + 1  # times False: 0, before all
+        latest = min(self.latest, positions.shape[-1])
         size = max(1, BLOCK_ELEMENTS // positions.numel())
         for rows, rows_at in zip(directions.split(size, 2), positions.split(size, 2), strict=True):
             cosine = rows @ directions.mT
-            alike = (cosine > self.threshold) & (columns != rows_at[..., None])
-            newest, slot = torch.where(alike, columns, -1).topk(latest, -1, sorted=False)
-            spared = cosine.gather(-1, slot).masked_fill(newest < 0, 0)
+            alike = (cosine > self.threshold) & (positions[:, :, None] != rows_at[..., None])
+            newest, slot = (alike * order).topk(latest, -1, sorted=False)
+            spared = cosine.gather(-1, slot).masked_fill(newest == 0, 0)
             similarity.scatter_add_(-1, slot.flatten(2), -spared.flatten(2))
