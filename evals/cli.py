@@ -22,6 +22,7 @@ MODULES = {
     "memory": "memory",
     "compare": "compare",
     "survey": "survey",
+    "drift": "drift",
     "plan": "plan",
     "report": "report",
 }
