@@ -17,6 +17,7 @@ from kvcache.policies import (
     Everything,
     ExpectedAttention,
     HeavyHitters,
+    Joined,
     KeyDiff,
     KeyNorm,
     LagKV,
@@ -261,6 +262,27 @@ def _snapkv(
     return EvictingCache(config, policy, Budget(sinks, window, heavy_hitters, margin), positions)
 
 
+def _joined(
+    config: PreTrainedConfig,
+    *,
+    queries: int = 8,
+    pool: int = 31,
+    share: float = 0.5,
+    ahead: str = "tri_attention",
+    sinks: int = SINKS,
+    window: int = 508,
+    heavy_hitters: int = 512,
+    margin: int = DEFAULT_MARGIN,
+    positions: Any = "auto",
+) -> Cache:
+    """What the last queries look at, and what a prediction (`ahead`: tri_attention, expected_attention) wants."""
+    predictions: dict[str, Policy] = {"tri_attention": TriAttention(), "expected_attention": ExpectedAttention()}
+    if ahead not in predictions:
+        raise ValueError(f"ahead={ahead!r} must be one of {', '.join(predictions)}")
+    policy = Joined(SnapKV(Last(queries), Pool(pool) if pool > 1 else None), predictions[ahead], share)
+    return EvictingCache(config, policy, Budget(sinks, window, heavy_hitters, margin), positions)
+
+
 def _scissorhands(
     config: PreTrainedConfig,
     *,
@@ -368,6 +390,7 @@ for _name, _factory in {
     "snapkv": _snapkv,
     "tri_attention": _of(TriAttention()),
     "expected_attention": _of(ExpectedAttention()),
+    "joined": _joined,
     "scissorhands": _scissorhands,
     "lag_kv": _lag_kv,
     "r_kv": _r_kv,

@@ -264,6 +264,8 @@ class SinkH2OCache(EvictingCache):
         config: `model.config`.
         sinks, window, heavy_hitters, margin: see `Budget`; one number, or one per layer.
         positions: see `EvictingCache`.
+        policy: what makes a heavy hitter: by default what the last queries look at and its neighbours, chosen by
+            measurement (docs/policies.md); `HeavyHitters.published()` is H2O's sum over all queries.
     """
 
     def __init__(
@@ -274,8 +276,9 @@ class SinkH2OCache(EvictingCache):
         heavy_hitters: int | Sequence[int] = 512,
         margin: int | Sequence[int] = DEFAULT_MARGIN,
         positions: Positions = "auto",
+        policy: Policy = HeavyHitters(),  # noqa: B008  # frozen
     ) -> None:
-        super().__init__(config, HeavyHitters(), Budget(sinks, window, heavy_hitters, margin), positions)
+        super().__init__(config, policy, Budget(sinks, window, heavy_hitters, margin), positions)
 
 
 class StreamingLLMCache(EvictingCache):

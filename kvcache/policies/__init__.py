@@ -3,6 +3,7 @@
 from kvcache.policies.base import Policy, Queries, Slots
 from kvcache.policies.expected_attention import ExpectedAttention
 from kvcache.policies.heavy_hitters import HeavyHitters
+from kvcache.policies.joined import Joined
 from kvcache.policies.key_diff import KeyDiff
 from kvcache.policies.key_norm import KeyNorm
 from kvcache.policies.lag_kv import LagKV
@@ -24,6 +25,7 @@ __all__ = [
     "Everything",
     "ExpectedAttention",
     "HeavyHitters",
+    "Joined",
     "KeyDiff",
     "KeyNorm",
     "LagKV",
