@@ -264,8 +264,7 @@ class SinkH2OCache(EvictingCache):
         config: `model.config`.
         sinks, window, heavy_hitters, margin: see `Budget`; one number, or one per layer.
         positions: see `EvictingCache`.
-        policy: what makes a heavy hitter: by default what the last queries look at and its neighbours, chosen by
-            measurement (docs/policies.md); `HeavyHitters.published()` is H2O's sum over all queries.
+        policy: what makes a heavy hitter: by default H2O's sum over all queries. docs/policies.md measures others.
     """
 
     def __init__(

@@ -21,6 +21,7 @@ from kvcache.policies import (
     Everything,
     ExpectedAttention,
     HeavyHitters,
+    Joined,
     KeyDiff,
     KeyNorm,
     LagKV,
@@ -58,6 +59,7 @@ POLICIES: dict[str, Policy] = {
     "random": Random(seed=3),
     "recency": Recency(),
     "tri_attention": TriAttention(),
+    "joined": Joined(SnapKV(), TriAttention(), 0.7),
     "expected_attention": ExpectedAttention(future=16),
 }
 SINKS, WINDOW, HEAVY = 2, 3, 4
@@ -400,3 +402,21 @@ def test_spans_against_sets() -> None:
             assert len(pins) == len(expected)
             assert pins.beyond(7) == len({i for i in expected if i >= 7})
             assert all(high < low for (_, high), (low, _) in itertools.pairwise(spans))
+
+
+def test_joined_fills_its_share_from_each_ranking() -> None:
+    """Scores rank one way, positions the other: the best of both stay, by the share."""
+    score = torch.tensor([[[9.0, 8, 7, 6, 5, 4, 3, 2, 1, 0]]])
+    positions = torch.arange(10, dtype=torch.int32)[None, None]
+    for share, expected in ((0.5, {0, 1, 8, 9}), (0.75, {0, 1, 2, 9}), (0.25, {0, 7, 8, 9})):
+        priority = Joined(HeavyHitters(), Recency(), share).priority(Slots(score, positions))
+        assert set(priority[0, 0].topk(4).indices.tolist()) == expected
+
+
+def test_wrong_joins() -> None:
+    with pytest.raises(ValueError, match="observes attention mass"):
+        Joined(Recency(), HeavyHitters())
+    with pytest.raises(ValueError, match="share=1 must be above 0 and below 1"):
+        Joined(HeavyHitters(), Recency(), 1)
+    with pytest.raises(ValueError, match="must be policies"):
+        Joined(HeavyHitters(), "recency")  # pyright: ignore[reportArgumentType]
