@@ -68,7 +68,9 @@ class EvictingCache(Cache):
         ]
         super().__init__(layers=layers)
         self.managed = [layer for layer in layers if isinstance(layer, EvictingLayer)]
-        for layer in self.managed[1:-1]:  # what is not finite in one layer is not in the next ones either
+        # A check costs a decode step as much as two operations, and what is not finite in one layer stays so in the
+        # next ones: the first is checked before anything is written, the last for all between.
+        for layer in self.managed[1:-1]:
             layer.checks_each_token = False
         self.ranked = False  # keys sit at their rank
         self.shifted = False  # the model counts positions in another way than we do

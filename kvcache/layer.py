@@ -64,7 +64,7 @@ class EvictingLayer(CacheLayerMixin):
         self.policy = policy
         self.rope = rope
         self.pins = Pins() if pins is None else pins  # shared by all layers of a cache
-        self.checks_each_token = True  # not only chunks for keys that are not finite
+        self.checks_each_token = True  # that keys are finite; chunks are checked anyway
         self._clear()
 
     def _clear(self) -> None:
@@ -583,7 +583,7 @@ class EvictingLayer(CacheLayerMixin):
     # ---- checks
 
     def check(self, keys: Tensor) -> None:
-        """Raise `StateError` if these new keys do not fit what the layer holds; changes nothing."""
+        """Raise `StateError` if these new keys do not fit what the layer holds or are not finite; changes nothing."""
         if self.is_initialized:
             batch, heads, _, head_dim = keys.shape
             given = (batch, heads, head_dim, keys.dtype, keys.device)
@@ -596,7 +596,7 @@ class EvictingLayer(CacheLayerMixin):
         if (keys.shape[2] > 1 or (self.checks_each_token and keys.is_cpu)) and not _is_finite(keys):
             raise StateError(
                 f"layer {self.index} was given keys with NaN or infinite entries: the model's activations overflowed "
-                "or its weights are broken; nothing was written"
+                "or its weights are broken; this layer wrote nothing. If an earlier one did, reset() the cache"
             )
 
 

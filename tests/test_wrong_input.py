@@ -235,6 +235,23 @@ def test_keys_that_are_not_numbers(n: int) -> None:
     assert_unchanged(cache, before, model)
 
 
+@pytest.mark.parametrize("layer", [0, 1, 2])
+@pytest.mark.parametrize("n", [1, 4])
+def test_a_layer_whose_keys_are_not_numbers(layer: int, n: int) -> None:
+    """No result of such a forward comes out; after reset the cache is as good as new."""
+    model: Any = helpers.model_of("llama")
+    expected = generate(model, h2o(model), tokens(1, 20), 6).tolist()
+    cache = used(model)
+    weight = model.model.layers[layer].self_attn.k_proj.weight
+    kept = weight.data.clone()
+    weight.data[3, 2] = float("nan")
+    with pytest.raises(StateError, match="NaN"), torch.no_grad():
+        call(model, cache, tokens(1, n))
+    weight.data = kept
+    cache.reset()
+    assert generate(model, cache, tokens(1, 20), 6).tolist() == expected
+
+
 # -- what an evicting cache cannot do ----------------------------------------------------------------------------------
 
 
