@@ -63,14 +63,21 @@ class Joined(Policy):
 
     def priority(self, slots: Slots) -> Tensor:
         first, second = (
-            _place(policy.priority(slots)) / share
+            _place(policy.priority(slots), slots.positions) / share
             for policy, share in ((self.first, self.share), (self.second, 1 - self.share))
         )
         return -torch.minimum(first, second)
 
 
-def _place(priority: Tensor) -> Tensor:
-    """Place in the ranking, the highest first: 1, 2, ... in fp32, exact up to 16 million slots."""
-    order = priority.argsort(dim=-1, descending=True, stable=True)
+def _place(priority: Tensor, positions: Tensor) -> Tensor:
+    """Place in the ranking of what is held, the highest first: 1, 2, ... in fp32, exact up to 16 million slots.
+
+    Empty slots come last; of equals the later token comes first, wherever they lie.
+    """
+    order = positions.argsort(dim=-1, descending=True)
+    by_priority = priority.gather(-1, order).argsort(dim=-1, descending=True, stable=True)
+    order = order.gather(-1, by_priority)
+    empty = (positions.gather(-1, order) < 0).to(torch.int8)
+    order = order.gather(-1, empty.argsort(dim=-1, stable=True))
     places = torch.arange(1, priority.shape[-1] + 1, dtype=torch.float32, device=priority.device)
     return torch.empty_like(priority, dtype=torch.float32).scatter_(-1, order, places.expand_as(priority))
