@@ -207,8 +207,8 @@ class Needles:
         return self.model(input_ids=torch.tensor([ids], device=self.model.device), **arguments).logits
 
 
-def kept_share(cache: Cache, start: int, stop: int) -> float:
-    """Share of the tokens at positions start to stop - 1 that the cache holds, mean over its managed layers and KV
+def kept_share(cache: Cache, start: int, stop: int, row: int = 0) -> float:
+    """Share of the tokens at positions start to stop - 1 that a row holds, mean over its managed layers and KV
     heads; 1 for a cache that evicts nothing."""
     from kvcache import EvictingCache
 
@@ -216,7 +216,7 @@ def kept_share(cache: Cache, start: int, stop: int) -> float:
         return 1.0
     shares = []
     for layer in cache.managed:
-        positions = cache.kept_positions(layer.index)[0]  # [kv_heads, slots]
+        positions = cache.kept_positions(layer.index)[row]  # [kv_heads, slots]
         shares.append(((positions >= start) & (positions < stop)).float().sum(-1).mean().item() / (stop - start))
     return statistics.mean(shares)
 

@@ -32,8 +32,9 @@ examples:
   cat book.txt | kvcache eval ppl --text - --tokens 2000
 
 caches: full, window, streaming_llm, sink_h2o, heavy_hitters (sink_h2o with options), snapkv, tova, key_norm, key_diff,
-scissorhands, lag_kv, r_kv, value_aware, random, quantized, recompute (a window computed anew for every token, of every
-stride-th block of 16 tokens). NAME@N reads only the first N tokens. With a json file, caches can be added later.
+tri_attention, expected_attention, joined, scissorhands, lag_kv, r_kv, value_aware, random, quantized, recompute (a
+window computed anew for every token, of every stride-th block of 16 tokens). NAME@N reads only the first N tokens.
+With a json file, caches can be added later.
 """
 CACHES = ("full", "window:slots=512", "streaming_llm:slots=512", "sink_h2o:slots=512")
 BLOCK = 16  # tokens whose mean is kept in the result file, so that caches can be compared in pairs

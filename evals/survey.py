@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from kvcache.evals.cli import add_command, common_options, console, load_model, natural, positive
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from rich.table import Table
     from torch import Tensor
     from transformers import Cache, PreTrainedModel
@@ -156,6 +157,7 @@ class Needles:
     def _answers(self, cache: str, slots: int, haystack: Haystack, read: Rows) -> dict[str, Any]:
         """Bring a copy of what was read down to the slots, ask what was not asked yet, and continue."""
         from kvcache.evals.haystack import grade
+        from kvcache.evals.needle import kept_share
 
         mine = read.copied()
         if cache != FULL:
@@ -163,7 +165,7 @@ class Needles:
         if len(mine.mask) == 1:
             mine.repeat(len(haystack.questions))
             mine.read([question[:-1] for question in haystack.questions])
-        kept = [kept_share(mine.cache, row, *place.answer) for row, place in enumerate(haystack.places)]
+        kept = [kept_share(mine.cache, *place.answer, row) for row, place in enumerate(haystack.places)]
         texts = self._continue([question[-1] for question in haystack.questions], mine, haystack)
         graded = [grade(place.needle, text) for place, text in zip(haystack.places, texts, strict=True)]
         return {
@@ -186,20 +188,6 @@ class Needles:
         answers = [list(answer) for answer in zip(*steps[1:], strict=True)]
         end = tokenizer.eos_token_id
         return [str(tokenizer.decode(row[: row.index(end)] if end in row else row)) for row in answers]
-
-
-def kept_share(cache: Cache, row: int, start: int, stop: int) -> float:
-    """Share of the tokens at positions start to stop - 1 that a row holds, mean over layers and KV heads; 1 for a cache
-    that evicts nothing."""
-    from kvcache import EvictingCache
-
-    if not isinstance(cache, EvictingCache):
-        return 1.0
-    shares = []
-    for layer in cache.managed:
-        positions = cache.kept_positions(layer.index)[row]  # [kv_heads, slots]
-        shares.append(((positions >= start) & (positions < stop)).float().sum(-1).mean().item() / (stop - start))
-    return statistics.fmean(shares)
 
 
 # ---- streams
@@ -369,46 +357,63 @@ def _ratio(ratio: Ratio | None) -> str:
 
 
 def chart(content: Mapping[str, Any], file: Path) -> None:
-    """Left: needles at the longest length and the middle share; right: mean perplexity ratio against slots."""
-    from kvcache.evals.plots import colours, dashes, figure, save
+    """Needles of the longest length at the middle share, and perplexity ratios against slots: what was measured.
+
+    Raises:
+        ValueError: nothing was measured but the full cache.
+    """
+    from kvcache.evals.plots import figure, save
 
     found, values = answers(content), ratios(content)
-    caches = list(dict.fromkeys([a.cache for a in found] + [r.cache for r in values]))
-    labels = {cache: cache.replace(":", " ", 1) for cache in caches}
-    drawing, (left, right) = figure(2, width=6.2, height=0.34 * len(caches) + 2.2)
     shares = sorted({a.share for a in found if a.cache != FULL})
-    share = shares[len(shares) // 2] if shares else 100.0
-    length = max((a.length for a in found if a.share == share and a.cache != FULL), default=0)
-    for offset, ask, colour in ((-0.2, "known", "#1f6fb4"), (0.2, "afterwards", "#d9822b")):
-        picked = {
-            a.cache: a
-            for a in found
-            if a.ask == ask and a.length == length and a.share in (share, 100.0)
-            if a.cache == FULL or a.share == share
-        }
-        places = [(i + offset, picked[cache]) for i, cache in enumerate(caches) if cache in picked]
-        at, here = [place for place, _ in places], [answer for _, answer in places]
-        error = [[100 * (a.exact - a.interval[0]) for a in here], [100 * (a.interval[1] - a.exact) for a in here]]
-        left.barh(at, [100 * a.exact for a in here], 0.38, xerr=error, color=colour, label=f"question {ask}",
-                  error_kw={"linewidth": 0.8, "ecolor": "#555555"})  # fmt: skip
-    left.set_yticks(range(len(caches)), [labels[cache] for cache in caches], fontsize=8)
-    left.invert_yaxis()
-    left.set(xlim=(0, 105), xlabel="exact answers, %", title=f"Needles: {length:,} tokens, {share:g} % kept")
-    left.legend(frameon=False, fontsize=8, loc="lower right")
-    colour, dash = colours(list(labels.values())), dashes(list(labels.values()))
-    for cache in caches:
+    draws: list[Callable[[Axes], None]] = []
+    if shares:
+        share = shares[len(shares) // 2]
+        length = max(a.length for a in found if a.share == share)
+        picked = [a for a in found if a.length == length and (a.cache == FULL or a.share == share)]
+        draws.append(partial(_needle_bars, picked, f"Needles: {length:,} tokens, {share:g} % kept"))
+    if values:
+        draws.append(partial(_ratio_lines, values))
+    if not draws:
+        raise ValueError("nothing to draw: measure another cache beside the full one")
+    rows = max(len({each.cache for each in part}) for part in (found, values) if part)
+    drawing, panels = figure(len(draws), width=6.8, height=0.3 * rows + 2)
+    for draw, panel in zip(draws, panels, strict=True):
+        draw(panel)
+    save(drawing, file)
+
+
+def _needle_bars(picked: Sequence[Answer], title: str, panel: Axes) -> None:
+    caches = list(dict.fromkeys(a.cache for a in picked))
+    style: dict[str, Any] = {"error_kw": {"linewidth": 0.8, "ecolor": "#555555"}}
+    for offset, ask, colour in zip((-0.2, 0.2), ASKS, ("#1f6fb4", "#d9822b"), strict=True):
+        mine = [a for a in picked if a.ask == ask]
+        at = [caches.index(a.cache) + offset for a in mine]
+        error = [[100 * (a.exact - a.interval[0]) for a in mine], [100 * (a.interval[1] - a.exact) for a in mine]]
+        exact = [100 * a.exact for a in mine]
+        panel.barh(at, exact, 0.38, xerr=error, color=colour, label=f"question {ask}", **style)
+    panel.set_yticks(range(len(caches)), [cache.replace(":", " ", 1) for cache in caches], fontsize=8)
+    panel.invert_yaxis()
+    panel.set(xlim=(0, 105), xlabel="exact answers, %", title=title)
+    panel.legend(frameon=False, fontsize=8, loc="lower right")
+
+
+def _ratio_lines(values: Sequence[Ratio], panel: Axes) -> None:
+    from kvcache.evals.plots import colours, dashes
+
+    caches = list(dict.fromkeys(r.cache for r in values))
+    labels = [cache.replace(":", " ", 1) for cache in caches]
+    colour, dash = colours(labels), dashes(labels)
+    for cache, label in zip(caches, labels, strict=True):
         slots = sorted({r.slots for r in values if r.cache == cache})
         means = [statistics.fmean(r.value for r in values if r.cache == cache and r.slots == n) for n in slots]
-        if slots:
-            label = labels[cache]
-            right.plot(slots, means, color=colour[label], linestyle=dash[label], marker="o", markersize=3, label=label)
-    if values:
-        right.set_xscale("log", base=2)
-        right.set_xticks(sorted({r.slots for r in values}), [f"{n}" for n in sorted({r.slots for r in values})])
-        right.set_ylim(1, min(right.get_ylim()[1], 1.6))
-        right.legend(frameon=False, fontsize=7)
-    right.set(xlabel="slots", title="Perplexity over the full cache's (mean of texts)")
-    save(drawing, file)
+        panel.plot(slots, means, color=colour[label], linestyle=dash[label], marker="o", markersize=4, label=label)
+    everywhere = sorted({r.slots for r in values})
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(everywhere, [f"{n}" for n in everywhere])
+    panel.set_ylim(bottom=1)
+    panel.legend(frameon=False, fontsize=7)
+    panel.set(xlabel="slots", ylabel="times the full cache's, mean of texts", title="Perplexity of streams")
 
 
 # ---- the command

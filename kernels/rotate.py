@@ -67,7 +67,7 @@ def rerotate(
 
 def cos_sin(positions: Tensor, frequencies: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
     """`[..., pairs]` fp32 cosines and sines of integer positions `[...]`, by the same fp32 product as a model's."""
-    angles = positions.float()[..., None] * frequencies.to(positions.device)
+    angles = positions.float()[..., None] * frequencies.to(positions.device, non_blocking=True)
     return angles.cos() * scaling, angles.sin() * scaling
 
 

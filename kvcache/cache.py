@@ -164,7 +164,8 @@ class EvictingCache(Cache):
 
         Raises:
             BudgetError: per-layer numbers for another number of layers, or pins that leave no slot to choose.
-            CacheMemoryError: not enough memory for a layer's new slots.
+            CacheMemoryError: not enough memory for a layer's new slots; it and those behind keep theirs. Nothing is
+                lost, and another `resize` can follow.
             NotRoutedError: a forward was interrupted.
         """
         _check_types(self.policy, budget)

@@ -502,9 +502,11 @@ class EvictingLayer(CacheLayerMixin):
         plan = plan_eviction(self.priority(), score, positions, budget, self.following(), keep, 0, origins)
         shape = (keys.shape[0], keys.shape[1], budget.capacity)
         dims = (keys.shape[3], values.shape[3])
-        self.keys, self.values, self.score, self.positions = allocate(budget, shape, dims, keys)  # pyright: ignore[reportIncompatibleVariableOverride]
+        buffers = allocate(budget, shape, dims, keys)
+        self.rotated = None if self.rotated is None else allocate_rotated(buffers[0])
+        self.keys, self.values, self.score, self.positions = buffers  # pyright: ignore[reportIncompatibleVariableOverride]
         self.origins = None if origins is None else torch.zeros_like(self.positions)
-        self.budget, self.length, self.rotated = budget, 0, None
+        self.budget, self.length = budget, 0
         self.evictions += any(over)
         self.apply(plan, keep, (keys, values))
 

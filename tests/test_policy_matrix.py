@@ -39,8 +39,6 @@ from kvcache.policies import (
 from tests.helpers import call, kept, left_padded, model_of, scores, shared_model, tokens
 from tests.test_policies import ONE, Stage
 
-pytestmark = pytest.mark.fast
-
 POLICIES: dict[str, Policy] = {
     "heavy_hitters": HeavyHitters(),
     "decayed": HeavyHitters(Everything(0.9)),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvcache.kernels.rotate import cos_sin, rotate
+from kvcache.kernels.select import from_host
 from kvcache.policies.base import Policy, Queries, Slots
 from kvcache.policies.query_statistics import COUNT, MAGNITUDE, SUM, add, count, pairs, unrotated
 
@@ -80,7 +81,7 @@ class TriAttention(Policy):
         ahead: `[batch, kv_heads]` int, the next token's position as the keys' are counted.
         """
         assert slots.rope is not None
-        offsets = torch.tensor(self.offsets, device=ahead.device)
+        offsets = from_host(self.offsets, torch.int64, ahead.device)
         cos, sin = cos_sin(ahead[..., None] + offsets, slots.rope.inverse_frequencies, slots.rope.scaling)
         group = centre.shape[1] // ahead.shape[1]
         cos, sin = (part.mean(2).to(centre.dtype).repeat_interleave(group, 1) for part in (cos, sin))
