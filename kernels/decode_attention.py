@@ -297,7 +297,7 @@ def _split_kernel(
         x = tl.dot(q, tl.trans(k), input_precision="ieee") * inner
         if SOFTCAP:
             x = tanh(x) * outer
-        seen = slot[None, :] <= last_seen[:, None]  # all of them live
+        seen = live[None, :] & (slot[None, :] <= last_seen[:, None])  # `live` repeats it: ptxas spills float32 without
         if HAS_POSITIONS:
             seen = seen & (tl.load(positions + at, mask=live, other=-1) >= 0)[None, :]
         x = tl.where(seen, x, -float("inf"))
