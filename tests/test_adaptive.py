@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, ClassVar
 
@@ -388,6 +388,29 @@ def test_pins_have_room_in_every_head() -> None:
     with pytest.raises(BudgetError, match=r"exceed its \d+ slots"):
         cache.pin(70, 70 + HEAVY - 5)  # fits the mean, not the smallest
     assert list(cache.pins) == [(4, 6), (33, 36)]
+
+
+@dataclass(frozen=True)
+class Noting(AdaptiveHeads):
+    """Counts what each head has to choose from."""
+
+    choices: list[list[int]] = field(default_factory=list)
+
+    def divide(self, order: Tensor, heavy_hitters: int, pinned: int = 0) -> tuple[int, ...]:
+        self.choices.extend((order > DEAD).sum(-1).tolist())
+        return super().divide(order, heavy_hitters, pinned)
+
+
+def test_what_stays_anyway_is_not_ranked() -> None:
+    """Of 30 tokens or 20 neither sinks nor window nor the two pinned ones; padding never."""
+    model, heads = sharpened("llama"), Noting()
+    cache = cache_of(model, heads)
+    cache.pin(1, 2)  # a sink already
+    cache.pin(4, 6)
+    ids, mask = left_padded(tokens(2, 30), [30, 20])
+    with torch.no_grad():
+        call(model, cache, ids, attention_mask=mask)
+    assert heads.choices == 3 * [[30 - SINKS - WINDOW - 2] * 4, [20 - SINKS - WINDOW - 2] * 4]
 
 
 @dataclass(frozen=True)
