@@ -20,8 +20,9 @@ from kvcache.adaptive import AdaptiveLayer
 from kvcache.errors import BudgetError
 from kvcache.kernels.select import DEAD, eviction_order
 from kvcache.policies import HeavyHitters, KeyDiff, KeyNorm, Policy, Queries, Recency, Slots, SnapKV
-from tests.helpers import Pair, call, kept, left_padded, model_of, storage_bytes, tokens
+from tests.helpers import Pair, call, kept, left_padded, model_of, tokens
 from tests.oracle import LayerState, Oracle
+from tests.test_stats_memory import slots_bytes
 
 pytestmark = pytest.mark.fast
 
@@ -231,6 +232,16 @@ def test_padding_as_the_oracle(heads: AdaptiveHeads, margin: int, lengths: list[
         pair.step(tokens(3, n, seed=i))
 
 
+@pytest.mark.parametrize("positions", ["absolute", "cache"])
+def test_padding_after_the_division(positions: str) -> None:
+    """The next turn of a conversation in a batch: shorter in one row than in the other."""
+    pair = pair_of(heads=TWO_BY_TWO, positions=positions)
+    pair.step(tokens(2, 30))
+    for i, lengths in enumerate(([6, 2], [1, 9], [20, 3])):
+        pair.step(*left_padded(tokens(2, max(lengths), seed=i), lengths))
+        pair.step(tokens(2, 1, seed=i))
+
+
 def test_only_padding_is_too_much() -> None:
     """Columns that do not fit, but no row has tokens to give up: nothing is divided."""
     ids, mask = left_padded(tokens(2, 40), [9, 5])
@@ -299,11 +310,10 @@ def test_bytes_are_those_of_equal_heads(heads: AdaptiveHeads, margin: int, posit
         for i, n in enumerate(forwards):
             feed(model, cache, tokens(2, n, seed=i), n)
             feed(model, uniform, tokens(2, n, seed=i), n)
-        slots = [layer.state() for layer in cache.managed]
-        assert storage_bytes(slots) == storage_bytes([layer.state() for layer in uniform.managed]) == expected
+        assert slots_bytes(cache) == slots_bytes(uniform) == expected
         assert cache.stats().bytes == expected
     cache.reset()
-    assert cache.stats().bytes == storage_bytes([layer.state() for layer in cache.managed]) == 0
+    assert cache.stats().bytes == slots_bytes(cache) == 0
 
 
 def test_stats_and_ragged_heads() -> None:
