@@ -11,6 +11,7 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, QuantizedCache
 
 from kvcache.budget import DEFAULT_MARGIN, Budget
 from kvcache.cache import EvictingCache, SinkH2OCache, StreamingLLMCache
+from kvcache.heads import AdaptiveHeads
 from kvcache.policies import (
     RKV,
     TOVA,
@@ -228,6 +229,11 @@ def _sink_h2o(
     return SinkH2OCache(config, sinks, window, heavy_hitters, margin, positions)
 
 
+def _heads(floor: float) -> AdaptiveHeads | None:
+    """`head_floor=0.2`: Ada-KV's division among heads; 1: all heads alike."""
+    return None if floor == 1 else AdaptiveHeads(floor)
+
+
 def _heavy_hitters(
     config: PreTrainedConfig,
     *,
@@ -235,6 +241,7 @@ def _heavy_hitters(
     queries: int = 0,
     pool: int = 1,
     normalised: int = 0,
+    head_floor: float = 1.0,
     sinks: int = SINKS,
     window: int = 508,
     heavy_hitters: int = 512,
@@ -244,7 +251,7 @@ def _heavy_hitters(
     """SinkH2OCache with the policy's options: of the last `queries` queries (0: of all), pooled over `pool` tokens."""
     observed = Last(queries) if queries else Everything(decay)
     policy = HeavyHitters(observed, Pool(pool) if pool > 1 else None, bool(normalised))
-    return EvictingCache(config, policy, Budget(sinks, window, heavy_hitters, margin), positions)
+    return EvictingCache(config, policy, Budget(sinks, window, heavy_hitters, margin), positions, _heads(head_floor))
 
 
 def _snapkv(
@@ -252,6 +259,7 @@ def _snapkv(
     *,
     queries: int = 8,
     pool: int = 15,
+    head_floor: float = 1.0,
     sinks: int = SINKS,
     window: int = 508,
     heavy_hitters: int = 512,
@@ -259,7 +267,7 @@ def _snapkv(
     positions: Any = "auto",
 ) -> Cache:
     policy = SnapKV(Last(queries), Pool(pool) if pool > 1 else None)
-    return EvictingCache(config, policy, Budget(sinks, window, heavy_hitters, margin), positions)
+    return EvictingCache(config, policy, Budget(sinks, window, heavy_hitters, margin), positions, _heads(head_floor))
 
 
 def _joined(

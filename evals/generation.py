@@ -133,7 +133,7 @@ def full_kv_bytes(cache: Cache) -> int:
         return kv_bytes(cache)
     managed = {id(layer) for layer in cache.managed}
     native = sum(_layer_bytes(layer) for layer in cache.layers if id(layer) not in managed)
-    return native + sum(_unevicted_bytes(layer) for layer in cache.managed)
+    return native + sum(_unevicted_bytes(part) for layer in cache.managed for part in layer.parts)
 
 
 def _unevicted_bytes(layer: Any) -> int:
@@ -144,9 +144,8 @@ def _unevicted_bytes(layer: Any) -> int:
 
 
 def _layer_bytes(layer: Any) -> int:
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in _tensors(vars(layer))
-    }
+    tensors = [tensor for part in getattr(layer, "parts", [layer]) for tensor in _tensors(vars(part))]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 
 

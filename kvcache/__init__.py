@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvcache.budget import Budget, LayerBudget, pyramid
     from kvcache.cache import EvictingCache, SinkH2OCache, StreamingLLMCache
+    from kvcache.heads import AdaptiveHeads
     from kvcache.memory import estimate_bytes
     from kvcache.stats import LayerStats, Stats
 
 __all__ = [
+    "AdaptiveHeads",
     "Budget",
     "EvictingCache",
     "LayerBudget",
@@ -24,6 +26,7 @@ __all__ = [
 _HOMES = {
     "budget": ("Budget", "LayerBudget", "pyramid"),
     "cache": ("EvictingCache", "SinkH2OCache", "StreamingLLMCache"),
+    "heads": ("AdaptiveHeads",),
     "memory": ("estimate_bytes",),
     "stats": ("LayerStats", "Stats"),
 }

@@ -2,14 +2,17 @@
 
 import logging
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
 
+from kvcache.adaptive import AdaptiveLayer
 from kvcache.budget import DEFAULT_MARGIN, Budget, LayerBudget
 from kvcache.errors import BudgetError, NotRoutedError, StateError, UnsupportedModelError
 from kvcache.eviction import plan_eviction
+from kvcache.heads import AdaptiveHeads
 from kvcache.layer import EvictingLayer
 from kvcache.models.rope import Rope, find_rope
 from kvcache.models.spec import decoder_config, describe
@@ -38,6 +41,7 @@ class EvictingCache(Cache):
         positions: "absolute": keys stay where the model put them, right up to the trained length. "cache": keys sit at
             their rank among the kept ones, right at any length (a second copy of the keys is kept). "auto": absolute,
             then by rank from the forward on that would pass the trained length.
+        heads: how the heads of a layer share its slots; None: every head has the same.
 
     Raises:
         UnsupportedModelError: a model that cannot be served, or whose keys cannot be rotated to `positions="cache"`.
@@ -51,17 +55,19 @@ class EvictingCache(Cache):
         policy: Policy,
         budget: Budget,
         positions: Positions = "auto",
+        heads: AdaptiveHeads | None = None,
     ) -> None:
         check_positions(positions)
-        _check_types(policy, budget)
+        _check_types(policy, budget, heads)
         text = decoder_config(config)
         self.spec = describe(config)
         self.policy, self.budget, self.positions = policy, budget, positions
         self.rope, self._rope_refusal = _rope(config, required=positions == "cache" or policy.needs_rope)
         self.pins = Pins()
         count = len(self.spec.layers)
+        new_layer = EvictingLayer if heads is None else partial(AdaptiveLayer, heads)
         layers = [
-            EvictingLayer(index, budget.layer(index, count), policy, self.rope, self.pins) if layer.managed else native
+            new_layer(index, budget.layer(index, count), policy, self.rope, self.pins) if layer.managed else native
             for index, (layer, native) in enumerate(
                 zip(self.spec.layers, DynamicCache(config=text).layers, strict=True)
             )
@@ -146,8 +152,8 @@ class EvictingCache(Cache):
         if not 0 <= start < stop:
             raise ValueError(f"pin({start}, {stop}): give positions with 0 <= start < stop, as in a slice")
         pins = self.pins.with_span(start, stop)
-        for layer in self.managed:
-            _check_pins(layer.index, layer.budget, pins)
+        for part in (part for layer in self.managed for part in layer.parts):
+            _check_pins(part.index, part.budget, pins)
         self.pins.replace(pins)
 
     def unpin(self, start: int, stop: int) -> None:
@@ -168,7 +174,7 @@ class EvictingCache(Cache):
                 lost, and another `resize` can follow.
             NotRoutedError: a forward was interrupted.
         """
-        _check_types(self.policy, budget)
+        _check_types(self.policy, budget, None)
         self._check_complete()
         budgets = [budget.layer(layer.index, len(self.layers)) for layer in self.managed]
         for layer, new in zip(self.managed, budgets, strict=True):
@@ -187,7 +193,8 @@ class EvictingCache(Cache):
     def kept_positions(self, layer: int) -> Tensor:
         """Positions of the tokens that layer `layer` holds: `[batch, kv_heads, slots]` int64, ascending per head.
 
-        A position counts a row's real tokens from 0. Slots that hold nothing (padding) come first as -1.
+        A position counts a row's real tokens from 0. Slots that hold nothing (padding, or in a head that has fewer
+        slots than another) come first as -1.
 
         Raises:
             ValueError: the layer is not managed or holds nothing yet.
@@ -195,7 +202,7 @@ class EvictingCache(Cache):
         return self._layer(layer).sorted_slots()[0]
 
     def scores(self, layer: int) -> Tensor:
-        """Scores in the order of `kept_positions`: `[batch, kv_heads, slots]` fp32."""
+        """Scores in the order of `kept_positions`: `[batch, kv_heads, slots]` fp32, 0 where a slot holds nothing."""
         return self._layer(layer).sorted_slots()[1]
 
     def _layer(self, index: int) -> EvictingLayer:
@@ -231,7 +238,7 @@ class EvictingCache(Cache):
             self._use_ranks()
         if self.positions != "absolute" or self.policy.needs_keys:
             self.shifted |= shifted and self.rope is not None
-        full = [layer for layer in self.managed if layer.is_full]
+        full = [part for layer in self.managed for part in layer.full_parts()]
         if full:
             _evict_full(full, n)
 
@@ -313,11 +320,13 @@ def _rope(config: PreTrainedConfig, required: bool) -> tuple[Rope | None, str]:
         return None, str(error)
 
 
-def _check_types(policy: object, budget: object) -> None:
+def _check_types(policy: object, budget: object, heads: object) -> None:
     if not isinstance(policy, Policy):
         raise ValueError(f"policy={policy!r} must be a Policy, such as HeavyHitters() or Recency() of kvcache.policies")
     if not isinstance(budget, Budget):
         raise ValueError(f"budget={budget!r} must be a Budget(sinks=, window=, heavy_hitters=, margin=)")
+    if not (heads is None or isinstance(heads, AdaptiveHeads)):
+        raise ValueError(f"heads={heads!r} must be None (all heads alike) or AdaptiveHeads(floor=, multiple=)")
 
 
 def _check_pins(index: int, budget: LayerBudget, pins: Pins) -> None:

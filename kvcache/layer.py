@@ -223,6 +223,15 @@ class EvictingLayer(CacheLayerMixin):
         """Whether an eviction is due before the next token."""
         return self.length == self.budget.capacity
 
+    @property
+    def parts(self) -> Sequence["EvictingLayer"]:
+        """What evicts by itself: this layer, or its groups of heads where these have budgets of their own."""
+        return (self,)
+
+    def full_parts(self) -> list["EvictingLayer"]:
+        """Those to be brought down to their budget before the next token."""
+        return [part for part in self.parts if part.is_full]
+
     def state(self) -> list[Tensor]:
         """Every tensor that the layer holds on to."""
         return [*(tensor for name in STATE if (tensor := getattr(self, name)) is not None), *self.memory.values()]
@@ -430,21 +439,25 @@ class EvictingLayer(CacheLayerMixin):
             self._take_in(score, mass, n)
         self.seen += n
         totals = self._count_padding(call.real, tuple(held + n for held in self.held))
+        self._cut(Chunk(score, all_positions, keys, values, all_origins), totals)
+        return output
+
+    def _cut(self, chunk: Chunk, totals: Sequence[int]) -> None:
+        """Of the live slots and a chunk behind them, `totals[row]` tokens, keep what the budget allows."""
         over = [total > self.budget.capacity for total in totals]  # these go down to the budget, the others keep all
         keep = [self.budget.slots if too_many else total for too_many, total in zip(over, totals, strict=True)]
         eviction = plan_eviction(
-            self.priority(Chunk(score, all_positions, keys, values, all_origins)),
-            score,
-            all_positions,
+            self.priority(chunk),
+            chunk.score,
+            chunk.positions,
             self.budget,
             self.following(),
             keep,
             self.length,
-            all_origins,
+            chunk.origins,
         )
         self.evictions += any(over)
-        self.apply(eviction, keep, (keys, values))
-        return output
+        self.apply(eviction, keep, (chunk.keys, chunk.values))
 
     def _with_chunk(self, bookkeeping: Tensor, chunk: Tensor) -> Tensor:
         """`[batch, kv_heads, length + n]`: the live slots' numbers and, the same for all heads, the new tokens'."""

@@ -44,12 +44,16 @@ class Pins:
         """Become the other, for everyone who holds on to this one."""
         self._spans = other._spans
 
+    def cover(self, positions: Tensor) -> Tensor:
+        """Bool, of the shape of `positions`: which are pinned."""
+        pinned = torch.zeros_like(positions, dtype=torch.bool)
+        for start, stop in self._spans:
+            pinned |= (positions >= start) & (positions < stop)
+        return pinned
+
     def raise_priority(self, priority: Tensor, positions: Tensor) -> Tensor:
         """The same priorities, the highest possible where a position is pinned."""
         if not self._spans:
             return priority
-        pinned = torch.zeros_like(positions, dtype=torch.bool)
-        for start, stop in self._spans:
-            pinned |= (positions >= start) & (positions < stop)
         highest = float("inf") if priority.is_floating_point() else torch.iinfo(torch.int32).max
-        return priority.masked_fill(pinned, highest)
+        return priority.masked_fill(self.cover(positions), highest)

@@ -14,7 +14,8 @@ class LayerStats:
 
     slots, capacity: in use and allocated, per row and KV head. bytes: allocated. seen: tokens per row, padding
     included. evicted: tokens that each head gave up, summed over the rows. evictions: how often. oldest_unprotected:
-    position of the oldest token held that is neither a sink nor in the window, None if there is none.
+    position of the oldest token held that is neither a sink nor in the window, None if there is none. Where heads
+    have slots of their own, slots, capacity and evicted are the mean of the heads, evictions the most.
     """
 
     layer: int
@@ -85,16 +86,28 @@ def collect(layers: Sequence["EvictingLayer"], positions: str) -> Stats:
 
 
 def _layer_stats(layer: "EvictingLayer") -> LayerStats:
+    parts = layer.parts
+    oldest = [position for part in parts if (position := _oldest_unprotected(part)) is not None]
     return LayerStats(
         layer=layer.index,
-        slots=layer.length,
-        capacity=layer.budget.capacity if layer.is_initialized else 0,
+        slots=_mean(parts, [part.length for part in parts]),
+        capacity=_mean(parts, [part.budget.capacity for part in parts]) if layer.is_initialized else 0,
         bytes=sum(tensor.nbytes for tensor in layer.state()),
         seen=layer.seen,
-        evicted=sum(seen - held for seen, held in zip(layer.next_positions, layer.held, strict=True)),
-        evictions=layer.evictions,
-        oldest_unprotected=_oldest_unprotected(layer),
+        evicted=_mean(parts, [_evicted(part) for part in parts]),
+        evictions=max(part.evictions for part in parts),
+        oldest_unprotected=min(oldest, default=None),
     )
+
+
+def _mean(parts: Sequence["EvictingLayer"], numbers: Sequence[int]) -> int:
+    """Per KV head, rounded up, of numbers that are the same for all heads of a part."""
+    heads = [part.holds[1] if part.is_initialized else 1 for part in parts]
+    return -(-sum(count * number for count, number in zip(heads, numbers, strict=True)) // sum(heads))
+
+
+def _evicted(part: "EvictingLayer") -> int:
+    return sum(seen - held for seen, held in zip(part.next_positions, part.held, strict=True))
 
 
 def _oldest_unprotected(layer: "EvictingLayer") -> int | None:

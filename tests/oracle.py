@@ -40,11 +40,14 @@ class LayerState:
 
     def __init__(self, sinks: int, window: int, heavy_hitters: int, margin: int) -> None:
         self.sinks, self.window, self.heavy_hitters = sinks, window, heavy_hitters
-        self.slots = sinks + window + heavy_hitters
-        self.capacity = self.slots + margin
+        self.margin = margin
+        self.shares: dict[int, int] = {}  # heavy hitters of heads that have a number of their own
         self.alive: Tensor | None = None
         self.score: Tensor | None = None
         self.raw_keys: Tensor | None = None
+
+    def slots_of(self, head: int) -> int:
+        return self.sinks + self.window + self.shares.get(head, self.heavy_hitters)
 
     def append(self, batch: int, heads: int, real: Tensor) -> None:
         """Adds one column per column of `real` [batch, n]; the real ones are visible from now on."""
@@ -113,7 +116,7 @@ class Oracle:
             self.seen, self.position = torch.zeros(batch, dtype=torch.long), torch.empty(batch, 0, dtype=torch.long)
         self._maybe_switch(real)
         for layer in self.layers.values():
-            self._evict(layer, [r for r in range(batch) if _held(layer, r) == layer.capacity])
+            self._evict(layer, layer.margin - 1)
         counted = self.seen[:, None] + real.long().cumsum(-1) - 1
         self.position = torch.cat([self.position, counted.masked_fill(~real, -1)], dim=-1)
         self._real = real
@@ -126,7 +129,7 @@ class Oracle:
             _running.pop()
         self.seen = self.seen + real.sum(-1)
         for layer in self.layers.values():
-            self._evict(layer, [r for r in range(batch) if _held(layer, r) > layer.capacity])
+            self._evict(layer, layer.margin)
         return logits
 
     def _maybe_switch(self, real: Tensor) -> None:
@@ -135,10 +138,14 @@ class Oracle:
         if self.positions == "auto" and highest >= self.config.max_position_embeddings:
             self.in_cache = True
 
-    def _evict(self, layer: LayerState, rows: list[int]) -> None:
-        for row in rows:
-            for head in range(_filled(layer.alive).shape[1]):
-                self._evict_head(layer, row, head)
+    def _evict(self, layer: LayerState, margin: int) -> None:
+        """Every head of every row that holds more than its slots and `margin` goes down to its slots."""
+        if layer.alive is None:
+            return
+        for row, heads in enumerate(layer.alive.sum(-1).tolist()):
+            for head, held in enumerate(heads):
+                if held > layer.slots_of(head) + margin:
+                    self._evict_head(layer, row, head)
 
     def _evict_head(self, layer: LayerState, row: int, head: int) -> None:
         assert self.position is not None and self.seen is not None
@@ -151,13 +158,13 @@ class Oracle:
                 priority = float(score[column]) if self.policy == "heavy_hitters" else float(position[column])
                 candidates.append((priority, position[column], column))
         candidates.sort()  # lowest priority first, then the lowest position
-        dropped = len(candidates) - layer.heavy_hitters
+        dropped = len(candidates) - layer.shares.get(head, layer.heavy_hitters)
         for _, _, column in candidates[:dropped]:
             alive[column] = False
         if 0 < dropped < len(candidates):
             lost, stays = candidates[dropped - 1][0], candidates[dropped][0]
             self.closest = min(self.closest, (stays - lost) / max(abs(stays), 1e-30))
-        assert int(alive.sum()) == layer.slots
+        assert int(alive.sum()) == layer.slots_of(head)
 
     # -- what it holds -------------------------------------------------------------------------------------------
 
@@ -341,10 +348,6 @@ def _native(oracle: Oracle, module: nn.Module) -> Any:
 
 def _modeling(model: nn.Module) -> Any:
     return sys.modules[type(model).__module__]
-
-
-def _held(layer: LayerState, row: int) -> int:
-    return 0 if layer.alive is None else int(layer.alive[row, 0].sum())
 
 
 def _of(size: int | Sequence[int], layer: int) -> int:

@@ -108,7 +108,8 @@ class Policy(ABC):
 
         Args:
             memory: of this layer, empty at first; tensors whose first dimension is the batch (rows are reordered,
-                repeated and selected with the cache).
+                repeated and selected with the cache) and whose second, if any, is the KV or query heads (which may be
+                divided into groups).
         """
         raise NotImplementedError(f"{type(self).__name__} observes queries but does not say what of them")
 
